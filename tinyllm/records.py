@@ -1,0 +1,133 @@
+"""The frozen records that flow from hop to hop: prompts, completions, verdicts, rollouts, groups.
+
+Standard library only. Nothing here is filled in later or edited in place: a hop that learns more makes a new record.
+What can be derived (advantages, losses, KL) is not stored here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "error"]
+"""stop: a stop token or stop string was drawn; length: the token limit cut it; error: the sampler failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """Which weights sampled a completion: the optimizer step they come from and the hash of their content."""
+
+    step: int
+    hash: str
+
+    def __str__(self) -> str:
+        return f"{self.step}:{self.hash[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, already rendered to token ids, with the task row its completions are verified against."""
+
+    id: str
+    """Identity of the data row; stable over epochs, runs and shuffles."""
+    token_ids: tuple[int, ...]
+    text: str
+    """What token_ids say, special tokens included."""
+    row: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The task row: gold answer and whatever else its verifier reads."""
+    messages: tuple[Mapping[str, str], ...] | None = None
+    """The chat form, when the prompt is a chat; None for raw text."""
+    draw: int = 0
+    """How often this row was already drawn within the step (a refill or a small data set draws it again)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Everything that decides what is sampled. Nothing is inherited from a model's generation config."""
+
+    max_new_tokens: int
+    n: int = 1
+    """Completions per prompt."""
+    temperature: float = 1.0
+    """0 is greedy decoding; log-probabilities are then those of the softmax at temperature 1."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+    """The run's sampling seed; with step, prompt id, draw, sample and position it keys every random number."""
+    step: int = 0
+
+    @property
+    def full_support(self) -> bool:
+        """Whether every token of the vocabulary can be drawn (no top-k, top-p, min-p)."""
+        return self.top_k == 0 and self.top_p >= 1.0 and self.min_p <= 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the sampler returned for one (prompt, draw, sample)."""
+
+    prompt_id: str
+    draw: int
+    sample: int
+    token_ids: tuple[int, ...]
+    """The sampled ids, the stop token included."""
+    logprobs: tuple[float, ...]
+    """One natural-log probability per token, under the distribution the token was really drawn from."""
+    finish_reason: FinishReason
+    seed_key: int
+    """64-bit key from which this completion's random numbers were derived."""
+    revision: Revision
+    text: str
+    """Decoded completion without special tokens and without a trailing stop string."""
+    error: str | None = None
+    """Why sampling failed (finish_reason "error"), else None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A verifier's judgement: a finite value, or unscored (value None) with a named reason. Never NaN, never a silent 0."""
+
+    value: float | None
+    reason: str | None = None
+    """Why there is no value; None when there is one."""
+    answer: str | None = None
+    """The answer that was extracted and judged, if any."""
+    parts: tuple[tuple[str, float], ...] = ()
+    """Named reward parts before weighting, e.g. (("correct", 1.0), ("format", 0.0))."""
+
+    def __post_init__(self) -> None:
+        if self.value is None:
+            assert self.reason, "an unscored verdict names its reason"
+        else:
+            assert math.isfinite(self.value), f"a verdict's value is finite, got {self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A completion with its verdict."""
+
+    completion: Completion
+    verdict: Verdict
+
+    @property
+    def reward(self) -> float:
+        """The verdict's value; NaN when unscored (the mark that group_advantages leaves out)."""
+        return math.nan if self.verdict.value is None else self.verdict.value
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All rollouts of one (prompt, draw); what advantages are computed within."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def id(self) -> str:
+        return f"{self.prompt.id}#{self.prompt.draw}"
