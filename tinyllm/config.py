@@ -1,0 +1,188 @@
+"""The configuration of a run: frozen dataclasses. One line per option says its default, its bounds and what it means.
+
+Reading and writing (TOML, command-line overrides, strict keys, validation) is in configio.py.
+None means "not set": the preset, the task or the machine decides, as the option's text says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def opt(
+    default: Any,
+    help: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """A dataclass field with its one-line description and bounds (of every element, when it is a tuple)."""
+    bounds = {name: value for name, value in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if value is not None}
+    metadata = {"help": help, "bounds": bounds}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(kind: type, help: str) -> Any:
+    """A dataclass field that is a section of its own."""
+    return field(default_factory=kind, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = opt("smollm2-135m-instruct", "bundled model, folder, or Hugging Face hub id")
+    dtype: Literal["auto", "bfloat16", "float32"] = opt("auto", "compute type; auto = bfloat16 where it is native")
+    device: Literal["auto", "cpu", "cuda", "mps"] = opt("auto", "where to run; auto = an accelerator if there is one")
+    reference: str | None = opt(None, "model the KL is measured against; not set = the start weights, frozen")
+    gradient_checkpointing: bool = opt(False, "recompute activations in backward: less memory, about a third slower")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: int = opt(0, "rank of the adapters; 0 = train all weights", ge=0)
+    alpha: float = opt(16.0, "scale of the adapters: alpha / rank times their product", gt=0)
+    targets: tuple[str, ...] = opt((), "names of the layers that get one; empty = every linear layer but the head")
+
+
+@dataclass(frozen=True)
+class ArithmeticConfig:
+    operators: tuple[str, ...] = opt(("+", "-", "*"), "operators to ask about: + - *")
+    operands: tuple[int, int] = opt((1, 20), "smallest and largest operand of + and -", ge=0)
+    factors: tuple[int, int] = opt((2, 10), "smallest and largest operand of *", ge=0)
+    held_out: int = opt(162, "how many prompts are kept for evaluation", ge=1)
+    seed: int = opt(0, "which prompts are kept; independent of the run's seed, so runs are comparable", ge=0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    task: str = opt("arithmetic", "a registered task (see: tinyllm tasks); ignored when file or dataset is given")
+    file: str | None = opt(None, "your own rows, .jsonl or .parquet")
+    dataset: str | None = opt(None, "your own rows from `datasets`: name, name:config or name:config:split")
+    columns: Mapping[str, str] = opt({}, "our column = yours, for example prompt=question,answer=solution")
+    prompt_rule: Literal["auto", "chat", "raw"] = opt("auto", "chat template or raw text; auto = chat if there is one")
+    system_prompt: str | None = opt(None, "system message put before every chat prompt")
+    seed: int | None = opt(None, "seed of the order of prompts only; not set = the run's seed", ge=0)
+    held_out: str | None = opt(None, "file of rows kept for evaluation, .jsonl or .parquet")
+    held_out_fraction: float = opt(0.1, "share of your rows kept for evaluation when there is no held_out", ge=0, lt=1)
+    max_prompt_tokens: int = opt(512, "longest prompt, template included", ge=1)
+    on_bad_row: Literal["refuse", "skip"] = opt("refuse", "what to do with rows that cannot be used")
+    arithmetic: ArithmeticConfig = section(ArithmeticConfig, "The arithmetic task.")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    functions: tuple[str, ...] = opt((), "reward functions, module:function; empty = the task's own verifier")
+    weights: tuple[float, ...] = opt((), "one weight per function; empty = 1 each")
+    rule: str | None = opt(None, "where the answer is read: last_number, exact_format; not set = the task's own")
+    format_weight: float = opt(0.0, "weight of the strict format term beside correctness", ge=0)
+    timeout_s: float = opt(10.0, "seconds one verification may take; later it is marked unscored", gt=0)
+    workers: int = opt(2, "processes that verify", ge=1)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    group_size: int = opt(8, "completions per prompt; their mean reward is the baseline", ge=2)
+    max_new_tokens: int = opt(24, "longest completion, stop token included", ge=1)
+    temperature: float = opt(1.0, "1 = the model's own distribution", gt=0)
+    top_k: int = opt(0, "draw from the k likeliest tokens; 0 = off", ge=0)
+    top_p: float = opt(1.0, "draw from the likeliest tokens that hold this much probability; 1 = off", gt=0, le=1)
+    min_p: float = opt(0.0, "drop tokens below this share of the likeliest one; 0 = off", ge=0, le=1)
+    stop_strings: tuple[str, ...] = opt((), "texts that end a completion, besides the stop tokens")
+    max_batch: int = opt(128, "completions decoded together", ge=1)
+    cache_tokens: int = opt(0, "key-value cache, in tokens; 0 = what max_batch needs", ge=0)
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = opt("grpo", "row of the table of objectives")
+    baseline: Literal["mean", "leave_one_out"] | None = opt(None, "subtracted from each reward; not set = the preset's")
+    scale: Literal["std", "none"] | None = opt(None, "what advantages are divided by; not set = the preset's")
+    ratio: Literal["token", "sequence"] | None = opt(None, "probability ratio; not set = the preset's")
+    clip: Literal["ppo", "dual", "cispo"] | None = opt(None, "how the ratio is clipped; not set = the preset's")
+    clip_low: float | None = opt(None, "ratio may fall by this; not set = the preset's (grpo: 0.2)", ge=0)
+    clip_high: float | None = opt(None, "ratio may rise by this; not set = the preset's (grpo: 0.2)", ge=0)
+    dual_clip: float | None = opt(None, "bound on the ratio of bad completions, with clip = dual", gt=1)
+    kl: Literal["k3", "k2"] | None = opt(None, "KL estimator in the loss; not set = the preset's")
+    beta: float = opt(0.0, "weight of the KL to the reference policy", ge=0)
+    aggregate: Literal["sequence", "token", "constant"] | None = opt(
+        None, "how tokens are averaged; not set = the preset's"
+    )
+    constant_length: int | None = opt(None, "divisor with aggregate = constant; not set = max_new_tokens", ge=1)
+    sampler_correction: Literal["none", "token", "sequence"] = opt(
+        "none", "importance weight for a gap between sampler and trainer log-probabilities"
+    )
+    sampler_cap: float = opt(2.0, "largest such weight", gt=0)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: Literal["adamw", "sgd"] = opt("adamw", "the optimizer")
+    lr: float = opt(1e-5, "learning rate, at its peak", ge=0)
+    betas: tuple[float, float] = opt((0.9, 0.95), "AdamW: decay of the mean of gradients and of squares", ge=0, lt=1)
+    eps: float = opt(1e-8, "AdamW: added to the denominator", gt=0)
+    weight_decay: float = opt(0.0, "decoupled decay of weights per unit of learning rate", ge=0)
+    clip_norm: float = opt(1.0, "largest norm of the whole gradient; 0 = no clipping", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = opt("constant", "learning rate after warm-up; to 0 at the end")
+    warmup_steps: int = opt(0, "steps over which the learning rate rises from 0", ge=0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = opt(40, "batches of rollouts to train on", ge=0)
+    prompts_per_step: int = opt(16, "prompts in a batch; each gets group_size completions", ge=1)
+    updates_per_batch: int = opt(1, "optimizer updates on each batch, each over all of it", ge=1)
+    tokens_per_microbatch: int = opt(4096, "tokens in one forward and backward pass; bounds memory", ge=1)
+    dynamic_sampling: bool | None = opt(None, "draw new prompts for groups without signal; not set = the preset's")
+    max_refills: int = opt(4, "how often a step may draw again before training stops", ge=0)
+    mask_truncated: bool = opt(False, "leave completions cut by the length limit out of loss and baseline")
+    overlong_buffer: int | None = opt(
+        None, "tokens before the limit over which reward falls by 1; 0 = off; not set = the preset's", ge=0
+    )
+    early_stop_evals: int = opt(0, "stop after this many evaluations without a new best; 0 = never", ge=0)
+    max_nonfinite: int = opt(3, "stop after this many steps in a row with a non-finite loss or gradient", ge=1)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = opt(10, "steps between evaluations; 0 = only before and after", ge=0)
+    prompts: int = opt(0, "held-out prompts to use; 0 = all", ge=0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str | None = opt(None, "run directory; not set = runs/<date>-<time>")
+    checkpoint_every: int = opt(20, "steps between checkpoints; the last step always has one", ge=1)
+    keep_checkpoints: int = opt(2, "checkpoints kept", ge=1)
+    threads: int | None = opt(None, "CPU threads; not set = one per core", ge=1)
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = opt((), "also send metrics there")
+    samples_shown: int = opt(2, "completions shown with their rewards at each step", ge=0)
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    seed: int = opt(0, "seed of everything random: order of prompts, sampling, new weights", ge=0)
+    model: ModelConfig = section(ModelConfig, "The model that is trained.")
+    lora: LoraConfig = section(LoraConfig, "Train small adapters instead of all weights.")
+    data: DataConfig = section(DataConfig, "Where prompts come from.")
+    reward: RewardConfig = section(RewardConfig, "How completions are judged.")
+    sampling: SamplingConfig = section(SamplingConfig, "How completions are drawn.")
+    objective: ObjectiveConfig = section(ObjectiveConfig, "What is minimized.")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "How weights are updated.")
+    train: TrainConfig = section(TrainConfig, "How much is trained, in which portions.")
+    eval: EvalConfig = section(EvalConfig, "Accuracy on held-out prompts (greedy).")
+    run: RunConfig = section(RunConfig, "What is written where.")
+
+
+SHORTCUTS = {
+    "model": "model.name",
+    "reward": "reward.functions",
+    "reference": "model.reference",
+    "preset": "objective.preset",
+    "out": "run.dir",
+}
+"""Short names beside `data` (a file or a datasets name). Any other option's section may be left out where it is plain."""
