@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses. One line per option says its default, its bounds and what it means.
 
-Reading and writing (TOML, command-line overrides, strict keys, validation) is in configio.py.
+configio.py reads, writes and checks them (TOML files, command-line overrides, strict keys).
 None means "not set": the preset, the task or the machine decides, as the option's text says.
 """
 
@@ -28,13 +28,10 @@ def opt(
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type, help: str) -> Any:
-    """A dataclass field that is a section of its own."""
-    return field(default_factory=kind, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class ModelConfig:
+    """The model that is trained."""
+
     name: str = opt("smollm2-135m-instruct", "bundled model, folder, or Hugging Face hub id")
     dtype: Literal["auto", "bfloat16", "float32"] = opt("auto", "compute type; auto = bfloat16 where it is native")
     device: Literal["auto", "cpu", "cuda", "mps"] = opt("auto", "where to run; auto = an accelerator if there is one")
@@ -44,6 +41,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
+    """Train small adapters instead of all weights."""
+
     rank: int = opt(0, "rank of the adapters; 0 = train all weights", ge=0)
     alpha: float = opt(16.0, "scale of the adapters: alpha / rank times their product", gt=0)
     targets: tuple[str, ...] = opt((), "names of the layers that get one; empty = every linear layer but the head")
@@ -51,6 +50,8 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ArithmeticConfig:
+    """The arithmetic task."""
+
     operators: tuple[str, ...] = opt(("+", "-", "*"), "operators to ask about: + - *")
     operands: tuple[int, int] = opt((1, 20), "smallest and largest operand of + and -", ge=0)
     factors: tuple[int, int] = opt((2, 10), "smallest and largest operand of *", ge=0)
@@ -60,6 +61,8 @@ class ArithmeticConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
+    """Where prompts come from."""
+
     task: str = opt("arithmetic", "a registered task (see: tinyllm tasks); ignored when file or dataset is given")
     file: str | None = opt(None, "your own rows, .jsonl or .parquet")
     dataset: str | None = opt(None, "your own rows from `datasets`: name, name:config or name:config:split")
@@ -71,11 +74,13 @@ class DataConfig:
     held_out_fraction: float = opt(0.1, "share of your rows kept for evaluation when there is no held_out", ge=0, lt=1)
     max_prompt_tokens: int = opt(512, "longest prompt, template included", ge=1)
     on_bad_row: Literal["refuse", "skip"] = opt("refuse", "what to do with rows that cannot be used")
-    arithmetic: ArithmeticConfig = section(ArithmeticConfig, "The arithmetic task.")
+    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
+    """How completions are judged."""
+
     functions: tuple[str, ...] = opt((), "reward functions, module:function; empty = the task's own verifier")
     weights: tuple[float, ...] = opt((), "one weight per function; empty = 1 each")
     rule: str | None = opt(None, "where the answer is read: last_number, exact_format; not set = the task's own")
@@ -86,6 +91,8 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
+    """How completions are drawn."""
+
     group_size: int = opt(8, "completions per prompt; their mean reward is the baseline", ge=2)
     max_new_tokens: int = opt(24, "longest completion, stop token included", ge=1)
     temperature: float = opt(1.0, "1 = the model's own distribution", gt=0)
@@ -99,6 +106,8 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
+    """What is minimized."""
+
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = opt("grpo", "row of the table of objectives")
     baseline: Literal["mean", "leave_one_out"] | None = opt(None, "subtracted from each reward; not set = the preset's")
     scale: Literal["std", "none"] | None = opt(None, "what advantages are divided by; not set = the preset's")
@@ -108,7 +117,7 @@ class ObjectiveConfig:
     clip_high: float | None = opt(None, "ratio may rise by this; not set = the preset's (grpo: 0.2)", ge=0)
     dual_clip: float | None = opt(None, "bound on the ratio of bad completions, with clip = dual", gt=1)
     kl: Literal["k3", "k2"] | None = opt(None, "KL estimator in the loss; not set = the preset's")
-    beta: float = opt(0.0, "weight of the KL to the reference policy", ge=0)
+    beta: float = opt(0.0, "weight of the KL to the reference policy (0.04 in the GRPO paper)", ge=0)
     aggregate: Literal["sequence", "token", "constant"] | None = opt(
         None, "how tokens are averaged; not set = the preset's"
     )
@@ -121,6 +130,8 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    """How weights are updated."""
+
     name: Literal["adamw", "sgd"] = opt("adamw", "the optimizer")
     lr: float = opt(1e-5, "learning rate, at its peak", ge=0)
     betas: tuple[float, float] = opt((0.9, 0.95), "AdamW: decay of the mean of gradients and of squares", ge=0, lt=1)
@@ -133,6 +144,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """How much is trained, in which portions."""
+
     steps: int = opt(40, "batches of rollouts to train on", ge=0)
     prompts_per_step: int = opt(16, "prompts in a batch; each gets group_size completions", ge=1)
     updates_per_batch: int = opt(1, "optimizer updates on each batch, each over all of it", ge=1)
@@ -149,12 +162,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
+    """Accuracy on held-out prompts (greedy)."""
+
     every: int = opt(10, "steps between evaluations; 0 = only before and after", ge=0)
     prompts: int = opt(0, "held-out prompts to use; 0 = all", ge=0)
 
 
 @dataclass(frozen=True)
 class RunConfig:
+    """What is written where."""
+
     dir: str | None = opt(None, "run directory; not set = runs/<date>-<time>")
     checkpoint_every: int = opt(20, "steps between checkpoints; the last step always has one", ge=1)
     keep_checkpoints: int = opt(2, "checkpoints kept", ge=1)
@@ -165,17 +182,19 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class GRPOConfig:
+    """Everything that decides a run."""
+
     seed: int = opt(0, "seed of everything random: order of prompts, sampling, new weights", ge=0)
-    model: ModelConfig = section(ModelConfig, "The model that is trained.")
-    lora: LoraConfig = section(LoraConfig, "Train small adapters instead of all weights.")
-    data: DataConfig = section(DataConfig, "Where prompts come from.")
-    reward: RewardConfig = section(RewardConfig, "How completions are judged.")
-    sampling: SamplingConfig = section(SamplingConfig, "How completions are drawn.")
-    objective: ObjectiveConfig = section(ObjectiveConfig, "What is minimized.")
-    optimizer: OptimizerConfig = section(OptimizerConfig, "How weights are updated.")
-    train: TrainConfig = section(TrainConfig, "How much is trained, in which portions.")
-    eval: EvalConfig = section(EvalConfig, "Accuracy on held-out prompts (greedy).")
-    run: RunConfig = section(RunConfig, "What is written where.")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    run: RunConfig = field(default_factory=RunConfig)
 
 
 SHORTCUTS = {
@@ -185,4 +204,4 @@ SHORTCUTS = {
     "preset": "objective.preset",
     "out": "run.dir",
 }
-"""Short names beside `data` (a file or a datasets name). Any other option's section may be left out where it is plain."""
+"""Short names, beside `data` (a file or a datasets name); any other section may be left out where that is plain."""

@@ -1,0 +1,205 @@
+"""Configurations: strict keys, one-line errors with the remedy, exact round trips."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinyllm.config import SHORTCUTS, GRPOConfig, LoraConfig
+from tinyllm.configio import (
+    check,
+    from_dict,
+    from_toml,
+    load_toml,
+    make_config,
+    options,
+    overlay,
+    parse_overrides,
+    to_dict,
+    to_toml,
+    value_of,
+)
+from tinyllm.errors import ConfigError
+from tinyllm.hashing import hash_bytes, hash_file, hash_json, hash_tensor, hash_tensors
+
+
+def from_words(line: str) -> GRPOConfig:
+    return overlay(GRPOConfig(), parse_overrides(line.split()))
+
+
+def test_defaults_are_valid():
+    check(GRPOConfig())
+
+
+def test_optional_values_default_to_none():
+    """TOML has no null, so None must never need to be written."""
+    for option in options(GRPOConfig).values():
+        if "None" in str(option.type):
+            assert option.default is None, option.name
+
+
+def test_every_option_has_a_description_that_fits_a_line():
+    for option in options(GRPOConfig).values():
+        assert 5 < len(option.help) < 90, option.name
+
+
+def test_shortcuts_name_options():
+    assert set(SHORTCUTS.values()) <= set(options(GRPOConfig))
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--sampling.group_size 4", "sampling.group_size", 4),
+        ("--group-size=4", "sampling.group_size", 4),
+        ("--lr 3e-6", "optimizer.lr", 3e-6),
+        ("--model my/folder", "model.name", "my/folder"),
+        ("--data rows.jsonl", "data.file", "rows.jsonl"),
+        ("--data openai/gsm8k:main", "data.dataset", "openai/gsm8k:main"),
+        ("--reward pkg.mod:fn,pkg.mod:other", "reward.functions", ("pkg.mod:fn", "pkg.mod:other")),
+        ("--columns prompt=question,answer=solution", "data.columns", {"prompt": "question", "answer": "solution"}),
+        ("--gradient-checkpointing", "model.gradient_checkpointing", True),
+        ("--gradient-checkpointing --steps 3", "train.steps", 3),
+        ("--dynamic_sampling false", "train.dynamic_sampling", False),
+        ("--betas 0.8,0.99", "optimizer.betas", (0.8, 0.99)),
+        ('--stop_strings ["a,b","c"]', "sampling.stop_strings", ("a,b", "c")),
+        ("--data.arithmetic.operands 1,9", "data.arithmetic.operands", (1, 9)),
+        ("--threads none", "run.threads", None),
+    ],
+)
+def test_overrides(words, name, value):
+    assert value_of(from_words(words), name) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--sampling.grup_size 4", ["sampling.grup_size", "sampling.group_size"]),
+        ("--goup-size 4", ["goup_size", "sampling.group_size"]),
+        ("--optimiser.lr 1", ["optimizer.lr"]),
+        ("--group_size 1", ["sampling.group_size = 1", "at least 2", "8"]),
+        ("--clip_low -0.1", ["objective.clip_low = -0.1", "at least 0"]),
+        ("--clip_high -0.1", ["objective.clip_high = -0.1", "at least 0"]),
+        ("--clip_low 1.5", ["objective.clip_low = 1.5"]),
+        ("--lr fast", ["optimizer.lr", "fast", "number"]),
+        ("--lr nan", ["optimizer.lr", "finite"]),
+        ("--steps 1.5", ["train.steps", "1.5", "whole number"]),
+        ("--dtype float16", ["model.dtype", "float16", "auto|bfloat16|float32"]),
+        ("--preset ppo", ["objective.preset", "ppo", "grpo"]),
+        ("--betas 0.9", ["optimizer.betas", "number,number"]),
+        ("--top_p 1.5", ["sampling.top_p = 1.5", "at most 1"]),
+        ("--temperature 0", ["sampling.temperature", "more than 0"]),
+        ("--held_out x", ["data.held_out", "data.arithmetic.held_out"]),
+        ("--steps", ["--steps", "needs a value"]),
+        ("steps 5", ["'steps'", "--name value"]),
+        ("--operators +,/", ["data.arithmetic.operators", "/"]),
+        ("--operands 9,1", ["data.arithmetic.operands", "[1, 9]"]),
+        ("--data x.jsonl --dataset y", ["data.file", "data.dataset"]),
+        ("--weights 1,2 --reward a:b", ["reward.weights", "1 in all"]),
+        ("--warmup_steps 50", ["optimizer.warmup_steps", "train.steps = 40"]),
+        ("--trackers mlflow", ["run.trackers", "tensorboard|wandb|trackio"]),
+    ],
+)
+def test_mistakes_name_field_value_and_remedy_in_one_line(words, parts):
+    with pytest.raises(ConfigError) as caught:
+        from_words(words)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_toml_is_sparse_and_strict(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('seed = 3\n[sampling]\ngroup_size = 4\n[data.arithmetic]\noperators = ["+"]\n')
+    config = load_toml(path)
+    assert (config.seed, config.sampling.group_size, config.data.arithmetic.operators) == (3, 4, ("+",))
+    assert from_toml(to_toml(config, sparse=True)) == config
+    assert to_toml(config, sparse=True).count("\n") < 10
+
+    path.write_text("[samplng]\ngroup_size = 4\n")
+    with pytest.raises(ConfigError, match=r"run.toml: unknown option 'samplng'.*sampling"):
+        load_toml(path)
+    path.write_text("[sampling]\ngroup_size = true\n")
+    with pytest.raises(ConfigError, match="sampling.group_size = true: expected whole number"):
+        load_toml(path)
+    path.write_text("[sampling\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_toml(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        load_toml(tmp_path / "missing.toml")
+
+
+def test_a_number_where_a_section_belongs():
+    with pytest.raises(ConfigError, match="is a section"):
+        from_toml("sampling = 3")
+
+
+def test_from_python():
+    config = make_config(model="folder", data="rows.parquet", steps=3, lora=LoraConfig(rank=4), sampling={"top_k": 2})
+    assert config.model.name == "folder"
+    assert config.data.file == "rows.parquet"
+    assert (config.train.steps, config.lora.rank, config.sampling.top_k) == (3, 4, 2)
+    assert make_config(config, steps=4).lora.rank == 4
+    with pytest.raises(ConfigError, match=r"did you mean 'train.steps'"):
+        make_config(stepz=3)
+    with pytest.raises(ConfigError, match="expected whole number"):
+        make_config(steps=True)
+    with pytest.raises(ConfigError, match="group_size = 1"):
+        make_config(sampling=replace(GRPOConfig().sampling, group_size=1))
+
+
+text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=20)
+
+
+@given(text, st.dictionaries(text, text, max_size=3), st.lists(text, max_size=3), st.floats(1e-300, 1e300))
+def test_round_trip_is_exact(words, columns, stops, lr):
+    config = make_config(
+        data={"system_prompt": words, "columns": columns},
+        sampling={"stop_strings": stops},
+        optimizer={"lr": lr},
+    )
+    assert from_toml(to_toml(config)) == config
+    assert from_dict(to_dict(config)) == config
+
+
+# hashing.py
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
+def test_tensor_hash_sees_every_bit(dtype):
+    tensor = torch.zeros(3, 4, dtype=dtype)
+    base = hash_tensor(tensor)
+    assert hash_tensor(tensor.clone()) == base
+    assert hash_tensor(tensor.reshape(4, 3)) != base
+    changed = tensor.clone()
+    changed[2, 3] = 1
+    assert hash_tensor(changed) != base
+    assert hash_tensor(tensor.t().contiguous().t()) == base, "the layout in memory is no content"
+
+
+def test_tensor_hash_tells_minus_zero_and_type_apart():
+    assert hash_tensor(torch.tensor([0.0])) != hash_tensor(torch.tensor([-0.0]))
+    assert hash_tensor(torch.zeros(2, dtype=torch.float16)) != hash_tensor(torch.zeros(2, dtype=torch.bfloat16))
+    assert hash_tensor(torch.zeros(0, 3)) != hash_tensor(torch.zeros(3, 0))
+
+
+def test_named_hash_ignores_order_and_ties():
+    a, b = torch.randn(3, 4), torch.randn(5)
+    base = hash_tensors({"a": a, "b": b, "tied": a})
+    assert hash_tensors({"tied": a.clone(), "b": b, "a": a}) == base
+    assert hash_tensors({"a": b, "b": a, "tied": a}) != base
+    assert hash_tensors({"a": a, "b": b}) != base
+    assert hash_tensors({"x": a, "y": a.t()}) != hash_tensors({"x": a, "y": a})
+
+
+def test_json_and_file_hash(tmp_path):
+    assert hash_json({"a": 1, "b": [1, 2]}) == hash_json({"b": (1, 2), "a": 1})
+    assert hash_json({"a": 1}) != hash_json({"a": 2})
+    with pytest.raises(TypeError):
+        hash_json({"a": object()})
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 40000)
+    assert hash_file(path) == hash_bytes(path.read_bytes())
