@@ -1,0 +1,448 @@
+"""Group Relative Policy Optimization: the paper as code, in three sections.
+
+    1. Grouped advantages   rewards of one prompt's completions -> how much better each is than its group
+    2. Clipped objective    log-probabilities and advantages    -> loss to minimize, numbers to watch
+    3. Rollout client       prompts                             -> sampled, verified groups
+
+Needs torch and the records, no model, no trainer: every function runs with five floats. grpo.pyi is the contract:
+meanings, shapes, units and errors in full.
+
+Legend: B rollouts (rows), T completion tokens (columns, padded), G rollouts of one group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tinyllm.errors import ConfigError, EngineError, RewardError, TinyLLMError
+from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, SamplingParams, Verdict
+
+Verify = Callable[[list[Prompt], list[Completion]], list[Verdict]]
+
+_CHOICES = {  # the stub has them as Literal types
+    "baseline": ("mean", "leave_one_out"),
+    "scale": ("std", "none"),
+    "ratio": ("token", "sequence"),
+    "clip": ("ppo", "dual", "cispo"),
+    "kl": ("k3", "k2", "k1"),
+    "aggregate": ("sequence", "token", "constant"),
+    "sampler_correction": ("none", "token", "sequence"),
+    "sampler_mode": ("truncate", "mask"),
+}
+_ABOVE = {"dual_clip": 1.0, "sampler_cap": 0.0}  # other numbers: at least 0
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One published objective: a row of independent axes, and the trainer options its paper needs."""
+
+    paper: str
+    equation: str
+    baseline: str = "mean"
+    scale: str = "std"
+    ratio: str = "token"
+    clip: str = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0
+    kl: str = "k3"
+    beta: float = 0.0
+    aggregate: str = "sequence"
+    dynamic_sampling: bool = False
+    overlong_buffer: float = 0.0
+
+
+PRESETS: dict[str, Preset] = {
+    "grpo": Preset("DeepSeekMath, arXiv:2402.03300", "eq. 3 (objective), eq. 4 (KL)", beta=0.04),
+    "dr_grpo": Preset("Dr. GRPO, arXiv:2503.20783", "section 3", scale="none", aggregate="constant"),
+    "dapo": Preset(
+        "DAPO, arXiv:2503.14476", "eq. 8 (objective), eq. 11 (dynamic sampling), eq. 13 (overlong)",
+        clip_high=0.28, aggregate="token", dynamic_sampling=True, overlong_buffer=0.2,
+    ),
+    "gspo": Preset(
+        "GSPO, arXiv:2507.18071", "eq. 5 (objective), eq. 7 (ratio)",
+        ratio="sequence", clip_low=3e-4, clip_high=4e-4,
+    ),
+    "cispo": Preset(  # no lower bound; weight at most 5, the value of ScaleRL (arXiv:2510.13786)
+        "MiniMax-M1, arXiv:2506.13585", "eq. 4 (objective), eq. 5 (clipped weight)",
+        clip="cispo", clip_low=1.0, clip_high=4.0, aggregate="token", dynamic_sampling=True, overlong_buffer=0.2,
+    ),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Grouped advantages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def group_advantages(
+    rewards: Tensor, group_ids: Tensor, *, baseline: str = "mean", scale: str = "std", eps: float = 1e-6
+) -> Tensor:
+    """A_i = (r_i - mean(r)) / (std(r) + eps), over the scored members of i's group; rewards, group_ids, result [B]."""
+    _check(baseline=baseline, scale=scale, eps=eps)
+    assert rewards.ndim == 1 and rewards.shape == group_ids.shape, f"{rewards.shape} rewards, {group_ids.shape} ids"
+    # B numbers that come from the host anyway: on the CPU in fp64, the sums are the same on every device
+    r = rewards.detach().to("cpu", torch.float64)
+    wild = torch.nonzero(r.abs() > 1e100).flatten().tolist()
+    if wild:
+        row = wild[0]
+        raise RewardError(f"reward of row {row} is {r[row]:g}: return a finite number, or NaN for an unscored row")
+    ids, group = torch.unique(group_ids.detach().cpu(), return_inverse=True)
+    scored = ~r.isnan()
+
+    def of_group(x: Tensor, how: str = "sum") -> Tensor:
+        """Reduce x [B] over the scored members of each group, then give every row its group's number. [B]"""
+        result = torch.zeros(len(ids), dtype=x.dtype)
+        return result.scatter_reduce_(0, group[scored], x[scored], how, include_self=False)[group]
+
+    size = of_group(torch.ones_like(r))
+    centered = r - of_group(r) / size
+    std = (of_group(centered**2) / size).sqrt()  # two passes: the squares are of small numbers
+    # Leaving r_i out of its own baseline: r_i - sum of the others / (n - 1) = n / (n - 1) (r_i - mean)
+    advantage = centered * size / (size - 1) if baseline == "leave_one_out" else centered
+    if scale == "std":
+        advantage = advantage / (std + eps)
+    # Equal members say nothing, exactly: members are compared, because a computed std of equal numbers is noise
+    differ = scored & (of_group(r, "amax") > of_group(r, "amin"))
+    return torch.where(differ, advantage, 0.0).to(rewards)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Clipped objective
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveStats:
+    """Sums over trained tokens; `a + b` merges micro-batches or ranks, the properties are means over all of them."""
+
+    policy_loss: float = 0.0
+    kl_loss: float = 0.0
+    rows: float = 0.0
+    zero_rows: float = 0.0
+    tokens: float = 0.0
+    ratio_sum: float = 0.0
+    ratio_max: float = 0.0
+    clipped_low: float = 0.0
+    clipped_high: float = 0.0
+    kl_sum: float = 0.0
+    kl_tokens: float = 0.0
+    gap_tokens: float = 0.0
+    gap_sum: float = 0.0
+    gap_max: float = 0.0
+    gap_equal: float = 0.0
+    weight_sum: float = 0.0
+
+    def __add__(self, other: ObjectiveStats) -> ObjectiveStats:
+        """Sum of sums, maximum of maxima. `sum(parts, ObjectiveStats())` merges a whole step."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return ObjectiveStats(**{name: max(ab) if name.endswith("_max") else sum(ab) for name, ab in pairs.items()})
+
+    @property
+    def ratio_mean(self) -> float:
+        """Mean of q; exactly 1 on policy."""
+        return self.ratio_sum / max(self.tokens, 1)
+
+    @property
+    def clip_fraction_low(self) -> float:
+        """Share of trained tokens whose update the lower bound stopped."""
+        return self.clipped_low / max(self.tokens, 1)
+
+    @property
+    def clip_fraction_high(self) -> float:
+        """Share of trained tokens whose update the upper bound stopped."""
+        return self.clipped_high / max(self.tokens, 1)
+
+    @property
+    def zero_advantage_share(self) -> float:
+        """Share of trained rows with advantage 0."""
+        return self.zero_rows / max(self.rows, 1)
+
+    @property
+    def kl(self) -> float | None:
+        """Mean KL estimate per trained token; None without a reference."""
+        return self.kl_sum / self.kl_tokens if self.kl_tokens else None
+
+    @property
+    def sampler_gap(self) -> float | None:
+        """Mean |logp_old - logp_sampler|; None without sampler log-probabilities."""
+        return self.gap_sum / self.gap_tokens if self.gap_tokens else None
+
+    @property
+    def sampler_equal_share(self) -> float | None:
+        """Share of trained tokens with logp_old == logp_sampler, bit for bit; None as above."""
+        return self.gap_equal / self.gap_tokens if self.gap_tokens else None
+
+    @property
+    def sampler_weight(self) -> float | None:
+        """Mean importance weight after the cap; 1 without a correction; None as above."""
+        return self.weight_sum / self.gap_tokens if self.gap_tokens else None
+
+
+def step_denominator(mask: Tensor, aggregate: str, constant_length: int | None = None) -> float:
+    """What the whole step's loss is divided by: completions with a trained token, trained tokens, or B x L."""
+    _check(aggregate=aggregate)
+    if aggregate == "sequence":
+        return float(mask.bool().reshape(len(mask), -1).any(-1).sum())
+    if aggregate == "token":
+        return float(mask.bool().sum())
+    if constant_length is None or constant_length < 1:
+        raise ConfigError(f"constant_length is {constant_length}: aggregate 'constant' needs a length of at least 1")
+    return float(len(mask) * constant_length)
+
+
+def clipped_objective(
+    logp_new: Tensor,
+    logp_old: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    clip: str = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 3.0,
+    beta: float = 0.0,
+    logp_ref: Tensor | None = None,
+    kl: str = "k3",
+    ratio: str = "token",
+    aggregate: str = "sequence",
+    constant_length: int | None = None,
+    denominator: float | Tensor | None = None,
+    logp_sampler: Tensor | None = None,
+    sampler_correction: str = "none",
+    sampler_mode: str = "truncate",
+    sampler_cap: float = 2.0,
+) -> tuple[Tensor, ObjectiveStats]:
+    """L = 1/N sum_i sum_t -min(q A, clip(q, 1 - low, 1 + high) A) + beta KL,  q = exp(logp_new - logp_old)."""
+    _check(clip=clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, beta=beta, kl=kl, ratio=ratio)
+    _check(
+        aggregate=aggregate, sampler_correction=sampler_correction, sampler_mode=sampler_mode, sampler_cap=sampler_cap
+    )
+    if beta > 0 and (logp_ref is None or kl == "k1"):
+        why = "k1 as a loss does not pull towards the reference" if kl == "k1" else "logp_ref is missing"
+        raise ConfigError(f"beta is {beta} but {why}: set beta to 0, or use kl k3 or k2 and give logp_ref")
+    if sampler_correction != "none" and logp_sampler is None:
+        raise ConfigError(
+            f"sampler_correction is {sampler_correction!r}, logp_sampler is missing: give it or use 'none'"
+        )
+    mask = _token_mask(logp_new, mask)
+    if denominator is None:
+        denominator = step_denominator(mask, aggregate, constant_length)
+
+    new, old, A = _read(logp_new, mask), _read(logp_old.detach(), mask), _read(advantages.detach(), mask)
+    log_q = new - old
+    if ratio == "sequence":
+        log_q = (log_q.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(new)
+    q = _exp(log_q)
+    surrogate = _surrogate(q, A, new, clip, clip_low, clip_high, dual_clip)
+    numbers = _policy_numbers(q.detach(), A, mask, clip, clip_low, clip_high)
+    if logp_sampler is not None:
+        log_w = old - _read(logp_sampler.detach(), mask)
+        weight = _sampler_weight(log_w, sampler_correction, sampler_mode, sampler_cap)
+        surrogate = weight * surrogate
+        numbers |= _sampler_numbers(log_w, weight, mask)
+    loss = numbers["policy_loss"] = _aggregated(-surrogate, mask, aggregate, denominator)
+    if logp_ref is not None:
+        divergence = kl_estimate(new, _read(logp_ref.detach(), mask), kl)
+        numbers |= {"kl_tokens": mask.sum(), "kl_sum": _total(divergence, mask)}
+        if beta > 0:
+            numbers["kl_loss"] = beta * _aggregated(divergence, mask, aggregate, denominator)
+            loss = loss + numbers["kl_loss"]
+    values = torch.stack([x.detach().to(loss.dtype) for x in numbers.values()]).tolist()  # one copy from the device
+    return loss, ObjectiveStats(**dict(zip(numbers, values, strict=True)))
+
+
+def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: str = "k3") -> Tensor:
+    """Estimate of the KL to the reference per token, d = logp_ref - logp: k1 = -d, k2 = d^2/2, k3 = exp(d) - d - 1."""
+    d = logp_ref - logp
+    if kl == "k1":
+        return -d
+    if kl == "k2":
+        return d**2 / 2
+    near = d.clamp(max=20.0)
+    return torch.expm1(near) + torch.exp(near) * (d - near) - d  # past 20 along the tangent, as in _exp
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp(x), past 20 along its tangent: value and gradient stay finite, and the gradient does not vanish."""
+    near = x.clamp(max=20.0)
+    return torch.exp(near) * (1 + (x - near))
+
+
+def _surrogate(q: Tensor, A: Tensor, logp: Tensor, clip: str, low: float, high: float, dual_clip: float) -> Tensor:
+    """What is maximized, per token: min(q A, clip(q) A), its dual clip, or CISPO's constant weight times A logp."""
+    clipped = q.clamp(1 - low, 1 + high)
+    if clip == "cispo":
+        return clipped.detach() * A * logp
+    pessimistic = torch.minimum(q * A, clipped * A)
+    if clip == "dual":
+        return torch.where(A < 0, torch.maximum(pessimistic, dual_clip * A), pessimistic)
+    return pessimistic
+
+
+def _sampler_weight(log_w: Tensor, level: str, mode: str, cap: float) -> Tensor:
+    """Importance weight of the trainer's old policy over the sampler; above the cap it is cut to it, or to 0."""
+    if level == "none":
+        return torch.ones_like(log_w)
+    w = _exp(log_w.sum(-1, keepdim=True).expand_as(log_w) if level == "sequence" else log_w)
+    return torch.where(w > cap, cap if mode == "truncate" else 0.0, w)
+
+
+def _token_mask(logp: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask as bool [B, T]; [B] is one token per completion."""
+    assert logp.ndim in (1, 2), f"log-probabilities are [B, T] or [B], got {tuple(logp.shape)}"
+    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask.to(logp.device, torch.bool)
+    assert mask.shape == logp.shape, f"mask {tuple(mask.shape)}, log-probabilities {tuple(logp.shape)}"
+    return mask.unsqueeze(-1) if mask.ndim == 1 else mask
+
+
+def _read(x: Tensor, mask: Tensor) -> Tensor:
+    """[B] or [B, T] -> [B, T], at least fp32. What is masked, NaN too, becomes 0 before any arithmetic touches it."""
+    x = x.unsqueeze(-1) if x.ndim == 1 else x
+    assert x.shape in (mask.shape, (len(mask), 1)), f"{tuple(x.shape)} does not fit {tuple(mask.shape)}"
+    return torch.where(mask, x.to(mask.device, torch.promote_types(x.dtype, torch.float32)), 0.0)
+
+
+def _aggregated(x: Tensor, mask: Tensor, aggregate: str, denominator: float | Tensor) -> Tensor:
+    """Tokens to rows, rows to one number, over the step's denominator (0 when nothing is trained: the sum is 0)."""
+    rows = torch.where(mask, x, 0.0).sum(-1)
+    rows = rows / mask.sum(-1).clamp(min=1) if aggregate == "sequence" else rows
+    return rows.sum() / (float(denominator) or 1.0)
+
+
+def _total(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum over trained tokens, row by row: the order of summation does not depend on the number of threads."""
+    return torch.where(mask, x, 0.0).sum(-1).sum()
+
+
+def _largest(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, x, 0.0).max() if x.numel() else x.sum()
+
+
+def _policy_numbers(q: Tensor, A: Tensor, mask: Tensor, clip: str, low: float, high: float) -> dict[str, Tensor]:
+    """Sums for ObjectiveStats. A bound stops a token only if A pushes q beyond it; CISPO caps its weight either way."""
+    live = mask.any(-1)
+    down, up = (A != 0, A != 0) if clip == "cispo" else (A < 0, A > 0)
+    return {
+        "rows": live.sum(),
+        "zero_rows": (live & ~(mask & (A != 0)).any(-1)).sum(),
+        "tokens": mask.sum(),
+        "ratio_sum": _total(q, mask),
+        "ratio_max": _largest(q, mask),
+        "clipped_low": (mask & down & (q < 1 - low)).sum(),
+        "clipped_high": (mask & up & (q > 1 + high)).sum(),
+    }
+
+
+def _sampler_numbers(log_w: Tensor, weight: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Sums for ObjectiveStats: the gap between trainer and sampler, and the weight that corrects it."""
+    return {
+        "gap_tokens": mask.sum(),
+        "gap_equal": (mask & (log_w == 0)).sum(),
+        "gap_sum": _total(log_w.abs(), mask),
+        "gap_max": _largest(log_w.abs(), mask),
+        "weight_sum": _total(weight, mask),
+    }
+
+
+def _check(**axes: Any) -> None:
+    """Refuse a name that is no choice of its axis and a number outside its bounds."""
+    for name, value in axes.items():
+        choices = _CHOICES.get(name)
+        if choices and value not in choices:
+            raise ConfigError(f"{name} is {value!r}: use {' or '.join(map(repr, choices))}")
+        above = _ABOVE.get(name)
+        if not choices and not (0 <= value < math.inf and (above is None or value > above)):
+            bound = "of at least 0" if above is None else f"above {above:g}"
+            raise ConfigError(f"{name} is {value}: use a finite number {bound}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Rollout client
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class RolloutClient(Protocol):
+    """Whatever samples: the embedded engine, a server, a pool. It returns ids and log-probabilities, never only text."""
+
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+        """params.n completions of each prompt, in any order; one that failed has finish_reason "error" and a reason."""
+        ...
+
+
+def collect_groups(
+    client: RolloutClient, prompts: Sequence[Prompt], params: SamplingParams, verify: Verify
+) -> list[Group]:
+    """Sample, verify each usable completion once, and group by (prompt, draw); a failure is a record with its reason."""
+    asked = {(p.id, p.draw, sample): p for p in prompts for sample in range(params.n)}
+    assert len(asked) == len(prompts) * params.n, "a prompt drawn twice in one call needs two draw numbers"
+    returned: dict[tuple[str, int, int], Completion] = {}
+    for c in client.sample(prompts, params):
+        key = (c.prompt_id, c.draw, c.sample)
+        if key not in asked or key in returned:
+            what = "twice" if key in returned else "without being asked"
+            raise EngineError(
+                f"the client returned prompt {key[0]!r} draw {key[1]} sample {key[2]} {what}: fix its ids"
+            )
+        returned[key] = c
+    faults = {key: fault for key, c in returned.items() if (fault := _fault(c, params))}
+    usable = [key for key in asked if key in returned and key not in faults]
+    claimed = [key for key, c in returned.items() if c.finish_reason != "error"]
+    if asked and not usable and (claimed or not returned):  # one bad completion is data; a bad client is an error
+        why = f"{claimed[0]}: {faults[claimed[0]]}" if claimed else "it returned nothing"
+        raise EngineError(f"the client gave no usable completion for {len(asked)} asked ({why}): fix the client")
+    verdicts = dict(zip(usable, _judge(verify, [asked[k] for k in usable], [returned[k] for k in usable]), strict=True))
+
+    def rollout(key: tuple[str, int, int]) -> Rollout:
+        if key in verdicts:
+            return Rollout(returned[key], verdicts[key])
+        reason = faults.get(key, "the client returned no completion")
+        blank = returned.get(key) or Completion(*key, (), (), "error", 0, Revision(-1, ""), "")
+        # Without tokens nothing downstream can train on it; without a value it leaves mean and std of its group
+        failed = replace(blank, token_ids=(), logprobs=(), finish_reason="error", error=reason)
+        return Rollout(failed, Verdict(None, reason=reason))
+
+    return [Group(p, tuple(rollout((p.id, p.draw, sample)) for sample in range(params.n))) for p in prompts]
+
+
+def _fault(c: Completion, params: SamplingParams) -> str | None:
+    """Why a completion cannot be trained on, or None."""
+    if c.finish_reason == "error":
+        return c.error or "the sampler failed without a reason"
+    if not c.token_ids or not c.logprobs or len(c.token_ids) != len(c.logprobs):
+        return f"{len(c.token_ids or ())} token ids with {len(c.logprobs or ())} log-probabilities"
+    for position, logp in enumerate(c.logprobs):
+        if logp is None or not math.isfinite(logp) or logp > 1e-3:  # rounding may leave a certain token above 0
+            return f"log-probability of token {position} is {logp}"
+    if len(c.token_ids) > params.max_new_tokens:
+        return f"{len(c.token_ids)} tokens, but max_new_tokens is {params.max_new_tokens}"
+    only_tokens_stop = params.stop_token_ids and not params.stop_strings
+    if c.finish_reason == "stop" and only_tokens_stop and c.token_ids[-1] not in params.stop_token_ids:
+        return f"it stopped, but its last token {c.token_ids[-1]} is no stop token: the client dropped it"
+    return None
+
+
+def _judge(verify: Verify, prompts: list[Prompt], completions: list[Completion]) -> list[Verdict]:
+    """One verdict per completion from one call; what the verifier raises is a reason, what breaks its contract an error."""
+    if not completions:
+        return []
+    try:
+        verdicts = verify(prompts, completions)
+    except TinyLLMError:
+        raise
+    except Exception as error:  # noqa: BLE001 - not hidden: the recorded reason of every rollout it leaves unscored
+        reason = f"verifier raised {type(error).__name__}: {' '.join(str(error).split())}"
+        return [Verdict(None, reason=reason)] * len(completions)
+    count = len(verdicts) if isinstance(verdicts, Sequence) else 0
+    if count != len(completions) or not all(isinstance(v, Verdict) for v in verdicts):
+        what = f"{count} verdicts" if count != len(completions) else "something other than verdicts"
+        raise RewardError(
+            f"the verifier returned {what} for {len(completions)} completions: return one Verdict for each"
+        )
+    return verdicts
