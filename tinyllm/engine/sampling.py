@@ -1,0 +1,84 @@
+"""Random numbers, log-probabilities and the draw of a token.
+
+A token is drawn by inverting the cumulative distribution at a uniform number that depends on (seed, step, prompt id,
+draw, sample, position) alone: what else is in the batch, and in which order, cannot change it.
+
+Legend: n rows, V vocabulary, M members (samples that share a row).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from tinyllm.records import SamplingParams
+
+_MASK = (1 << 64) - 1
+
+
+def seed_key(seed: int, step: int, prompt_id: str, draw: int, sample: int) -> int:
+    """63-bit key of one completion's random numbers."""
+    text = f"{seed}\x1f{step}\x1f{prompt_id}\x1f{draw}\x1f{sample}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def uniform(key: int, position: int) -> float:
+    """Uniform number in [0, 1) with 53 bits: the splitmix64 output number `position` of the stream `key`.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 17.
+    """
+    z = (key + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return ((z ^ (z >> 31)) >> 11) * 2.0**-53
+
+
+def scale_logits(logits: Tensor, temperature: float) -> Tensor:
+    """fp32 logits at the sampling temperature; temperature 0 (greedy) leaves them as they are."""
+    logits = logits.float()
+    return logits if temperature in (0.0, 1.0) else logits / temperature
+
+
+def restrict(logits: Tensor, params: SamplingParams) -> Tensor:
+    """[n, V] logits with the tokens outside top-k, top-p and min-p at -inf, in this order of application.
+
+    top-p keeps the smallest set whose probability reaches p (Holtzman et al., arXiv 1904.09751); min-p keeps tokens with
+    at least min_p times the largest probability (arXiv 2407.01082). Ties at the top-k boundary are all kept.
+    """
+    if params.full_support:
+        return logits
+    if 0 < params.top_k < logits.shape[-1]:
+        bound = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < bound, -torch.inf)
+    if params.top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        mass = ordered.softmax(-1, dtype=torch.float64)
+        drop = mass.cumsum(-1) - mass >= params.top_p
+        drop[:, 0] = False
+        logits = logits.masked_fill(torch.zeros_like(drop).scatter_(-1, order, drop), -torch.inf)
+    if params.min_p > 0.0:
+        probability = logits.softmax(-1)
+        logits = logits.masked_fill(probability < params.min_p * probability.amax(-1, keepdim=True), -torch.inf)
+    return logits
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and their log-probabilities. logits [n, V] scaled and restricted, uniforms [n, M] fp64 -> [n, M] each.
+
+    A token of probability 0 is never drawn: the cumulative sum does not grow there, and right=True passes over it.
+    """
+    lse = logits.logsumexp(-1, keepdim=True)
+    total = (logits - lse).exp_().cumsum(-1, dtype=torch.float64)
+    last = total[:, -1:]
+    target = torch.minimum(uniforms * last, torch.nextafter(last, torch.zeros_like(last)))
+    tokens = torch.searchsorted(total, target, right=True)
+    return tokens, logits.gather(-1, tokens) - lse
+
+
+def greedy(logits: Tensor, members: int) -> tuple[Tensor, Tensor]:
+    """The most probable token (the first of equals) and its log-probability, repeated for M members: [n, M] each."""
+    tokens = logits.argmax(-1, keepdim=True)
+    logprobs = logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)
+    return tokens.expand(-1, members), logprobs.expand(-1, members)
