@@ -1,0 +1,49 @@
+# make run       train the bundled model on arithmetic (ARGS="--train.steps 5" changes any option)
+# make test      every fast test; make test-all: lint and slow tests too; make lint: ruff and mypy
+# make clean     remove the virtual environment and caches (never runs/)
+# What is missing is installed into .venv first, in the versions of constraints.txt. PYTHON=/path/to/python chooses Python.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: run test test-all lint clean
+.DELETE_ON_ERROR:
+
+# An environment whose interpreter is gone (a Python upgrade, a moved folder) is made anew.
+ifneq ($(shell $(PY) -c 'print("works")' 2>/dev/null),works)
+$(shell rm -f $(VENV)/made $(VENV)/run.stamp $(VENV)/dev.stamp)
+endif
+
+run: $(VENV)/run.stamp
+	$(VENV)/bin/tinyllm grpo --config examples/arithmetic.toml $(ARGS)
+
+# Two workers of one thread each, so that time is the same on a laptop and a server.
+test: $(VENV)/dev.stamp
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 $(ARGS)
+
+test-all: lint test
+	$(PY) -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/dev.stamp
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/made: scripts/make_venv.sh
+	PYTHON="$(PYTHON)" sh scripts/make_venv.sh $(VENV)
+	touch $@
+
+# setuptools first and no isolated build: every version that is used is in constraints.txt.
+$(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/made
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	$(INSTALL) --no-build-isolation --editable '.[dev]'
+	touch $@
