@@ -1,0 +1,277 @@
+"""Rewards: how parts become one verdict, TRL-style reward functions and everything they may return."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from decimal import Decimal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tinyllm.config import RewardConfig
+from tinyllm.errors import RewardError
+from tinyllm.records import Completion, Prompt, Revision
+from tinyllm.rewards import Verify, make_verify
+from tinyllm.rewards.combine import make_parts
+
+ROW = {"prompt": "What is 3 + 4?", "answer": "7"}
+
+
+def prompt(name="p", **row):
+    return Prompt(name, (1, 2), "rendered", {**ROW, **row})
+
+
+def completion(text, name="p", sample=0, finish="stop", error=None):
+    return Completion(name, 0, sample, (5, 6), (-1.0, -1.0), finish, 1, Revision(0, "h"), text, error)
+
+
+def data(*prompts, verifier="arithmetic:rule=last_number"):
+    return SimpleNamespace(train=prompts, held_out=(), verifier=verifier)
+
+
+def judge(texts, functions=(), finish="stop", prompts=None, **config):
+    prompts = prompts or [prompt()]
+    verify = make_verify(RewardConfig(functions=functions, **config), data(*prompts))
+    found = verify(prompts, [completion(text, prompts[0].id, i, finish) for i, text in enumerate(texts)], 3)
+    return found, verify
+
+
+# the main job
+
+
+def test_last_number_of_a_finished_completion():
+    verdicts, _ = judge(["3 + 4 = 7.", "It is 7, not 8", "seven", ""])
+    assert [v.value for v in verdicts] == [1.0, 0.0, 0.0, 0.0]
+    assert verdicts[0].answer == "7" and dict(verdicts[0].parts) == {"correct": 1.0, "format": 0.0}
+    cut, _ = judge(["3 + 4 = 7"], finish="length")
+    assert cut[0].value == 0.0 and dict(cut[0].parts)["correct"] == 0.0
+
+
+def test_correctness_and_format_are_separate_terms():
+    texts = ["<answer>7</answer>", "7", "<answer>8</answer>"]
+    strict, _ = judge(texts, rule="exact_format")
+    assert [v.value for v in strict] == [1.0, 0.0, 0.0]
+    weighted, _ = judge(texts, format_weight=0.5)
+    assert [v.value for v in weighted] == [1.5, 1.0, 0.5]
+    assert [dict(v.parts)["format"] for v in weighted] == [1.0, 0.0, 1.0]
+
+
+def test_failed_samples_are_unscored_and_not_judged():
+    calls = []
+    verify = make_verify(
+        RewardConfig(functions=(lambda completions: calls.append(len(completions)) or [1.0],)), data(prompt())
+    )
+    verdicts = verify([prompt()], [completion("", finish="error", error="cache full"), completion("7", sample=1)])
+    assert verdicts[0].value is None and verdicts[0].reason == "sampling failed: cache full"
+    assert verdicts[1].value == 1.0 and calls == [1]
+
+
+# functions
+
+
+def test_a_function_gets_the_arguments_trl_users_have():
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, level, **rest):
+        seen.update(locals())
+        log_extra("length", [len(text) for text in completions])
+        log_metric("mean", 2)
+        return [0.25] * len(completions)
+
+    verdicts, verify = judge(["7", "eight"], (reward,), prompts=[prompt(level=3)])
+    assert seen["prompts"] == ["What is 3 + 4?"] * 2 and seen["completions"] == ["7", "eight"]
+    assert seen["completion_ids"] == [[5, 6]] * 2 and seen["trainer_state"].global_step == 3
+    assert (seen["answer"], seen["level"], seen["rest"]) == (["7", "7"], [3, 3], {})
+    assert verify.logged.extras == {"length": [1, 5]} and verify.logged.metrics == {"reward/mean": 2.0}
+    assert [dict(v.parts) for v in verdicts] == [{"reward": 0.25}] * 2
+
+
+def test_chat_prompts_get_chat_completions():
+    chat = [{"role": "user", "content": "hi"}]
+    got = []
+    judge(
+        ["yo"], (lambda prompts, completions: got.append((prompts, completions)) or [1],), prompts=[prompt(prompt=chat)]
+    )
+    assert got == [([chat], [[{"role": "assistant", "content": "yo"}]])]
+
+
+def test_async_functions_also_inside_a_running_loop():
+    async def reward(completions):
+        await asyncio.sleep(0)
+        return [float(len(text)) for text in completions]
+
+    assert [v.value for v in judge(["a", "bb"], (reward,))[0]] == [1.0, 2.0]
+
+    async def inside():
+        return judge(["a", "bb"], (reward,))[0]
+
+    assert [v.value for v in asyncio.run(inside())] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (torch.tensor(0.25), 0.25),
+        (Decimal("1.5"), 1.5),
+        (np.int64(2), 2.0),
+        (-3, -3.0),
+    ],
+)
+def test_numbers_of_any_kind_count(value, expected):
+    verdict = judge(["x"], (lambda completions: [value],))[0][0]
+    assert verdict.value == expected and type(verdict.value) is float
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -float("inf"), 10**400, np.nan])
+def test_what_is_no_finite_number_is_unscored_with_its_reason_and_neighbours_count(value):
+    def reward(completions):
+        return [1.0, value, 0.0]
+
+    verdicts, _ = judge(["a", "b", "c"], (reward,))
+    assert [v.value for v in verdicts] == [1.0, None, 0.0] and verdicts[1].reason.startswith("reward returned")
+
+
+@pytest.mark.parametrize("value", ["1", b"1", [1.0], 1j, {"a": 1}])
+def test_what_is_no_number_at_all_is_refused_with_the_row(value):
+    def reward(completions):
+        return [value]
+
+    with pytest.raises(RewardError, match="reward returned .* for prompt p; return a number"):
+        judge(["x"], (reward,))
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_a_wrong_count_names_the_function_and_both_counts(count):
+    def reward(completions):
+        return [1.0] * count
+
+    with pytest.raises(RewardError, match=f"reward function reward returned {count} rewards for 4 completions"):
+        judge(["a", "b", "c", "d"], (reward,))
+
+
+@pytest.mark.parametrize("value", [None, 1.0, "1111", {"a": 1}])
+def test_what_is_no_list_is_refused(value):
+    with pytest.raises(RewardError, match="return a list of 4 numbers"):
+        judge(["a", "b", "c", "d"], (lambda completions: value,))
+
+
+def test_a_function_that_raises_leaves_its_completions_unscored():
+    def reward(completions):
+        raise KeyError("gold")
+
+    verdicts, _ = judge(["a", "b"], (reward,))
+    assert [v.value for v in verdicts] == [None, None]
+    assert re.match(r"reward raised KeyError: 'gold' \(test_rewards.py:\d+\)", verdicts[0].reason)
+
+
+def test_each_completion_is_judged_exactly_once_in_order():
+    counted = []
+
+    def reward(completions):
+        counted.extend(completions)
+        return [float(text) for text in completions]
+
+    prompts = [prompt("a"), prompt("b")]
+    verify = make_verify(RewardConfig(functions=(reward,)), data(*prompts))
+    texts = [completion(str(n), "ab"[n % 2], n) for n in range(6)]
+    assert [v.value for v in verify(prompts, texts)] == [0, 1, 2, 3, 4, 5]
+    assert counted == [str(n) for n in range(6)]
+
+
+def test_rows_without_a_column_give_none_to_the_function():
+    got = []
+    prompts = [prompt("a", level=1), prompt("b")]
+    verify = make_verify(
+        RewardConfig(functions=(lambda completions, level: got.append(level) or [0, 0],)), data(*prompts)
+    )
+    verify(prompts, [completion("x", "a"), completion("y", "b")])
+    assert got == [[1, None]]
+
+
+def test_reserved_names_are_refused():
+    def reward(completions, log_extra):
+        log_extra("prompt", ["x"])
+        return [1.0]
+
+    with pytest.raises(RewardError, match=r"log_extra\('prompt'\) is a column of the record"):
+        judge(["x"], (reward,))
+    with pytest.raises(RewardError, match="data column 'completions' has the name of an argument"):
+        judge(["x"], (lambda completions: [1],), prompts=[prompt(completions="y")])
+
+    def short(completions, log_extra):
+        log_extra("note", [])
+        return [1.0]
+
+    with pytest.raises(RewardError, match="0 values for 1 completions"):
+        judge(["x"], (short,))
+
+
+def test_an_argument_that_is_no_column_is_found_before_training():
+    with pytest.raises(RewardError, match="needs 'anwser', which is no column of the data; nearest: 'answer'"):
+        make_verify(RewardConfig(functions=(lambda completions, anwser: [1],)), data(prompt()))
+
+
+# combinations
+
+
+def test_weighted_sum_and_names():
+    def length(completions):
+        return [len(text) for text in completions]
+
+    verdicts, _ = judge(["7", "it is 7"], ("arithmetic:rule=last_number", length, length), weights=(1.0, 0.1, 0.0))
+    assert [v.value for v in verdicts] == pytest.approx([1.1, 1.7])
+    assert dict(verdicts[1].parts) == {"correct": 1.0, "length": 7.0, "length2": 7.0}
+
+
+def test_a_function_for_other_tasks_returns_none_and_leaves_the_sum():
+    verdicts, _ = judge(["7"], (lambda completions: [None], lambda completions: [0.5]))
+    assert verdicts[0].value == 0.5
+    verdicts, _ = judge(["7"], (lambda completions: [None], lambda completions: [None]))
+    assert verdicts[0].value is None
+    verdicts, _ = judge(["7"], (lambda completions: [float("nan")], lambda completions: [0.5]))
+    assert verdicts[0].value is None and "nan" in verdicts[0].reason
+
+
+@pytest.mark.parametrize(
+    ("combine", "values"), [("sum", [2.0, 1.0, 1.0]), ("product", [1.0, 0.0, 0.0]), ("gate", [1.0, 0.0, 0.0])]
+)
+def test_product_and_gate(combine, values):
+    specs = ("format:rule=tag,gold=", "arithmetic:rule=last_number")
+    verify = Verify(make_parts(RewardConfig(functions=specs), None), combine)
+    texts = ["<answer>7</answer>", "7", "<answer>8</answer>"]
+    assert [v.value for v in verify([prompt()], [completion(t, sample=i) for i, t in enumerate(texts)])] == values
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"functions": ("nowhere_module:f",)}, "no module 'nowhere_module'"),
+        ({"functions": ("math_no_colon",)}, "write module:function"),
+        ({"functions": ("json:nothing=1",)}, "json"),
+        ({"functions": ("arithmetic:rul=tag",)}, "has no setting 'rul'; nearest: 'rule'"),
+        ({"functions": ("arithmetic:rule=tags",)}, "choose one of"),
+        ({"functions": ("arithmetic:abs_tol=-1",)}, "abs_tol = '-1'"),
+        ({"functions": ("os.path:joinn",)}, "nearest: 'join'"),
+        ({"functions": ("os.path:sep",)}, "cannot be called"),
+        ({"functions": ("os.path:join",), "weights": (1.0, 2.0)}, "2 numbers for 1 functions"),
+        ({"rule": "first_number"}, "choose one of"),
+        ({"functions": ('{"family": "arithmetik"}',)}, "nearest: 'arithmetic'"),
+    ],
+)
+def test_wrong_specs_are_refused_with_the_remedy(config, words):
+    with pytest.raises(RewardError, match=re.escape(words)):
+        make_parts(RewardConfig(**config), "arithmetic")
+
+
+def test_a_module_that_fails_to_import_is_named(tmp_path, monkeypatch):
+    (tmp_path / "broken_reward.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(RewardError, match="importing it raised ZeroDivisionError"):
+        make_parts(RewardConfig(functions=("broken_reward:f",)), None)

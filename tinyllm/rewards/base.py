@@ -1,0 +1,197 @@
+"""What a verifier is, and how one is built from settings.
+
+A verifier maps (task row, completion text) to a Verdict. Three outcomes stay apart:
+- wrong: value 0;
+- a bad task or gold: `check` raises DataError when the rows are loaded (and `verify` gives an unscored verdict);
+- a failed scorer: an unscored verdict with a named reason. Never an exception, NaN, None or a silent 0.
+
+Settings are the fields of a frozen dataclass, checked when it is made. A spec is their text form:
+"family", "family:key=value,key=value" (elements of a list are separated by `|`), or a JSON object with "family".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import json
+import types
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, get_args, get_origin
+
+from tinyllm.errors import DataError, RewardError
+from tinyllm.hashing import hash_json
+from tinyllm.records import Verdict
+
+Row = Mapping[str, Any]
+
+FAMILIES = {
+    "format": ("tinyllm.rewards.format", "FormatVerifier"),
+    "arithmetic": ("tinyllm.rewards.arithmetic", "ArithmeticVerifier"),
+}
+"""Family -> where its class is; imported when first used, since some need an extra."""
+MAX_TEXT_CHARS = 1_000_000
+"""A longer completion is not read: it scores 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A text whose verdict is known beforehand: a self-test of a row, or an attack."""
+
+    name: str
+    text: str
+    expected: int
+    """1 for the gold written as an answer, else 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verifier(ABC):
+    """Base of the families; the fields of a subclass are its settings."""
+
+    family: ClassVar[str]
+    in_process: ClassVar[bool] = True
+    """Whether one verdict is bounded by construction (linear time, no foreign code), so that it needs no worker process."""
+
+    @abstractmethod
+    def check(self, row: Row) -> None:
+        """Raises DataError when the row's gold or task cannot be used."""
+
+    @abstractmethod
+    def judge(self, row: Row, text: str) -> Verdict:
+        """The verdict; may raise DataError for a row that `check` would refuse."""
+
+    def explain(self, row: Row, text: str) -> str:
+        """Why the text has no answer that can be judged, in words; "" when it has one."""
+        return ""
+
+    def probes(self, row: Row) -> list[Probe]:
+        """Self-tests of the row beyond those every family has (empty text, the prompt): gold as an answer, wrong gold."""
+        return []
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Identity of family and settings, for caches and manifests."""
+        return hash_json({"family": self.family, **dataclasses.asdict(self)})
+
+
+def verify(verifier: Verifier, row: Row, text: str) -> Verdict:
+    """verifier.judge, made total: whatever goes wrong becomes an unscored verdict with a reason."""
+    if not isinstance(text, str):
+        return Verdict(None, f"completion is {type(text).__name__}, not text")
+    if len(text) > MAX_TEXT_CHARS:
+        return correct(False, None)
+    try:
+        verdict = verifier.judge(row, text)
+    except DataError as error:
+        return Verdict(None, f"bad task: {error}")
+    except (MemoryError, RecursionError) as error:
+        return Verdict(None, f"{verifier.family} verifier failed: {type(error).__name__}")
+    except Exception as error:  # noqa: BLE001  a fault of ours or of a library is data about one sample
+        return Verdict(None, f"{verifier.family} verifier failed: {type(error).__name__}: {str(error)[:200]}")
+    return verdict
+
+
+_RIGHT, _WRONG = (("correct", 1.0),), (("correct", 0.0),)
+
+
+def correct(right: bool, answer: str | None) -> Verdict:
+    """Value 1 or 0, with the answer that was judged (cut to 200 characters; None when there was none)."""
+    answer = answer if answer is None else answer[:200]
+    return Verdict(1.0, None, answer, _RIGHT) if right else Verdict(0.0, None, answer, _WRONG)
+
+
+def gold_text(row: Row, column: str) -> str:
+    """The row's gold as text. Raises DataError when it is missing or empty: an absent gold never equals an absent answer."""
+    if column not in row:
+        raise DataError(
+            f"the row has no column {column!r} with the gold answer; columns are {', '.join(row) or 'none'}"
+        )
+    gold = row[column]
+    if isinstance(gold, bool) or not isinstance(gold, (str, int, float)):
+        raise DataError(f"gold in column {column!r} is {type(gold).__name__}, not a text or number")
+    text = str(gold).strip()
+    if not text:
+        raise DataError(f"gold in column {column!r} is empty")
+    return text
+
+
+# Building from a spec
+
+
+def is_family(spec: str) -> bool:
+    """Whether a spec names one of our families (else it is a reward function, module:function)."""
+    return spec.lstrip().startswith("{") or spec.partition(":")[0].strip() in FAMILIES
+
+
+def build(spec: str | Mapping[str, Any] | Verifier) -> Verifier:
+    """The verifier of a spec. Raises RewardError naming the setting, the value and the remedy."""
+    if isinstance(spec, Verifier):
+        return spec
+    family, settings = _parse(spec)
+    if family not in FAMILIES:
+        raise RewardError(f"verifier family {family!r} is unknown; {_nearest(family, list(FAMILIES))}")
+    module, name = FAMILIES[family]
+    kind: type[Verifier] = getattr(importlib.import_module(module), name)
+    hints = typing.get_type_hints(kind)
+    known = {field.name for field in dataclasses.fields(kind)}
+    values = {}
+    for key, value in settings.items():
+        if key not in known:
+            raise RewardError(f"verifier {family!r} has no setting {key!r}; {_nearest(key, sorted(known))}")
+        values[key] = _convert(value, hints[key], f"{family}.{key}")
+    return kind(**values)
+
+
+def _parse(spec: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    if isinstance(spec, str) and spec.lstrip().startswith("{"):
+        try:
+            spec = json.loads(spec)
+        except ValueError as error:
+            raise RewardError(f"verifier spec {spec[:80]!r} is not JSON: {error}") from None
+    if isinstance(spec, Mapping):
+        settings = dict(spec)
+        return str(settings.pop("family", "")), settings
+    family, _, rest = str(spec).partition(":")
+    settings = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise RewardError(f"verifier spec {spec!r}: {item!r} is not key=value; write {family}:key=value,key=value")
+        settings[key.strip()] = value
+    return family.strip(), settings
+
+
+def _convert(value: Any, hint: Any, name: str) -> Any:
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        inner = next(part for part in get_args(hint) if part is not type(None))
+        return None if value is None or value == "" else _convert(value, inner, name)
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            choices = ", ".join(map(str, get_args(hint)))
+            raise RewardError(f"{name} = {value!r}; choose one of: {choices}")
+        return value
+    if get_origin(hint) is tuple:
+        items = value.split("|") if isinstance(value, str) else value
+        if not isinstance(items, Sequence):
+            raise RewardError(f"{name} = {value!r}; give a list, elements separated by |")
+        return tuple(_convert(item, get_args(hint)[0], name) for item in items if item != "")
+    if hint is bool:
+        if isinstance(value, bool) or str(value).lower() in ("true", "false", "yes", "no", "1", "0"):
+            return value if isinstance(value, bool) else str(value).lower() in ("true", "yes", "1")
+        raise RewardError(f"{name} = {value!r}; give true or false")
+    if hint in (int, float):
+        try:
+            return hint(value)
+        except (TypeError, ValueError, OverflowError):
+            raise RewardError(f"{name} = {value!r}; give a number") from None
+    if not isinstance(value, str):
+        raise RewardError(f"{name} = {value!r}; give a text")
+    return value
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    return f"nearest: {close[0]!r}" if close else f"there are: {', '.join(known)}"

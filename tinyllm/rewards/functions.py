@@ -1,0 +1,218 @@
+"""Reward functions in the form TRL users have: `module:function`, called once per batch with lists.
+
+    def reward(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list
+
+- prompts, completions: texts; for rows whose prompt is a chat, lists of messages ([{"role": "assistant", "content": ..}]).
+- completion_ids: token ids. trainer_state.global_step: the step. columns: every column of the data, as lists.
+- log_extra(column, values): one value per completion, kept beside it. log_metric(name, value): a number of this step.
+- It may be async, and need not take what it does not use.
+- It returns one number or None per completion. None: unscored, never 0. NaN, infinity, an exception: unscored with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+import inspect
+import math
+import numbers
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from tinyllm.errors import RewardError
+from tinyllm.records import Verdict
+
+FIXED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments every function may take; a data column cannot have such a name."""
+RESERVED = ("prompt", "prompt_id", "draw", "sample", "step", "text", "completion", "reward", "advantage", "verdict")
+"""Names log_extra refuses: columns of the run's own record."""
+
+
+@dataclass
+class Batch:
+    """What reward functions are called with. All lists have one element per completion."""
+
+    ids: list[str]
+    """Prompt ids, for messages."""
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    rows: list[Mapping[str, Any]]
+    step: int
+
+
+@dataclass
+class Logged:
+    """What functions logged during one call."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function of "module:function" (module found from the current folder too). Raises RewardError with the remedy."""
+    module_name, colon, name = spec.partition(":")
+    if not colon or not module_name or not name:
+        raise RewardError(f"reward function {spec!r}: write module:function, or a verifier (see docs/verifiers.md)")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise RewardError(f"reward function {spec!r}: no module {error.name!r} here; check name and folder") from None
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise RewardError(f"reward function {spec!r}: importing it raised {type(error).__name__}: {error}") from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found), 1)
+            raise RewardError(
+                f"reward function {spec!r}: {module_name} has no {part!r}"
+                + (f"; nearest: {close[0]!r}" if close else "")
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise RewardError(f"reward function {spec!r} is {type(found).__name__}, which cannot be called")
+    return found
+
+
+def check_columns(function: Callable[..., Any], name: str, columns: Sequence[str]) -> None:
+    """Raises RewardError when the function needs an argument that the data does not have, or a column name is taken."""
+    for column in columns:
+        if column in FIXED:
+            raise RewardError(f"data column {column!r} has the name of an argument of reward functions; rename it")
+    for parameter in inspect.signature(function).parameters.values():
+        needed = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if needed and parameter.name not in (*FIXED, *columns):
+            close = difflib.get_close_matches(parameter.name, columns, 1, cutoff=0.5)
+            hint = f"nearest: {close[0]!r}" if close else f"columns are {', '.join(columns) or 'none'}"
+            raise RewardError(
+                f"reward function {name} needs {parameter.name!r}, which is no column of the data; {hint}"
+            )
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise RewardError(
+                f"reward function {name}: argument {parameter.name!r} is positional-only; name it plainly"
+            )
+
+
+def call(function: Callable[..., Any], name: str, batch: Batch, logged: Logged) -> list[Verdict]:
+    """One verdict per completion of the batch, in order; the function is called once.
+
+    Raises RewardError when it breaks its contract: not a list, a wrong count, a text instead of a number.
+    """
+    count = len(batch.completions)
+    if not count:
+        return []
+    try:
+        result = _run(function, _arguments(function, name, batch, logged))
+    except RewardError:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever the user's function raises is data about its completions
+        where = _line(error)
+        return [Verdict(None, f"{name} raised {type(error).__name__}: {str(error)[:200]}{where}")] * count
+    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
+        raise RewardError(f"reward function {name} returned {type(result).__name__}; return a list of {count} numbers")
+    if len(result) != count:
+        raise RewardError(
+            f"reward function {name} returned {len(result)} rewards for {count} completions; return one each"
+        )
+    return [score(value, name, prompt_id) for value, prompt_id in zip(result, batch.ids, strict=True)]
+
+
+def score(value: Any, name: str, prompt_id: str) -> Verdict:
+    """A returned value as a verdict: numbers of any kind (bool, numpy, 0-d tensor, Decimal), None, NaN, infinity.
+
+    Raises RewardError for anything else, such as a text.
+    """
+    if value is None:
+        return Verdict(None, f"{name} returned None")
+    scalar = not isinstance(value, numbers.Number) and getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    number = value.item() if scalar else value
+    if not isinstance(number, numbers.Number) or isinstance(number, complex):
+        raise RewardError(
+            f"reward function {name} returned {type(value).__name__} {str(value)[:40]!r} for prompt {prompt_id}; return a number"
+        )
+    try:
+        result = float(number)  # type: ignore[arg-type]
+    except (OverflowError, ValueError):
+        return Verdict(None, f"{name} returned a number no float can hold for prompt {prompt_id}")
+    return (
+        Verdict(result) if math.isfinite(result) else Verdict(None, f"{name} returned {result} for prompt {prompt_id}")
+    )
+
+
+def _arguments(function: Callable[..., Any], name: str, batch: Batch, logged: Logged) -> dict[str, Any]:
+    count = len(batch.completions)
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        if column in RESERVED:
+            raise RewardError(
+                f"reward function {name}: log_extra({column!r}) is a column of the record; take another name"
+            )
+        if len(values) != count:
+            raise RewardError(
+                f"reward function {name}: log_extra({column!r}) has {len(values)} values for {count} completions"
+            )
+        logged.extras[column] = list(values)
+
+    def log_metric(metric: str, value: float) -> None:
+        logged.metrics[f"{name}/{metric}"] = float(value)
+
+    columns = {column: None for row in batch.rows for column in row if column != "prompt"}
+    known: dict[str, Any] = {
+        "prompts": batch.prompts,
+        "completions": batch.completions,
+        "completion_ids": batch.completion_ids,
+        "trainer_state": SimpleNamespace(global_step=batch.step),
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
+    known |= {column: [row.get(column) for row in batch.rows] for column in columns}
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return known
+    return {parameter.name: known[parameter.name] for parameter in parameters if parameter.name in known}
+
+
+def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    result = function(**arguments)
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(wait())
+    box: list[Any] = []  # inside a running event loop (a notebook): a loop of its own in a thread of its own
+
+    def target() -> None:
+        try:
+            box.extend((asyncio.run(wait()), None))
+        except BaseException as error:  # noqa: BLE001  raised again below
+            box.extend((None, error))
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+def _line(error: Exception) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})" if trace else ""

@@ -1,0 +1,54 @@
+"""Self-tests of task rows at load: a verifier that cannot tell the gold from nothing at all must not train anyone.
+
+Per row: its gold can be read; the gold, written as an answer, scores 1; the empty text, the prompt itself and a different
+value of the same kind score 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tinyllm.config import RewardConfig
+from tinyllm.errors import DataError
+from tinyllm.rewards.base import Probe, Row, Verifier, verify
+from tinyllm.rewards.combine import make_parts
+
+
+def self_test(reward: RewardConfig, task_verifier: str | None, rows: Sequence[tuple[str, Row]]) -> list[str | None]:
+    """For each (place, row) why it cannot be used, or None. Reward functions have no self-test: they are the user's."""
+    verifiers = [part.judge for part in make_parts(reward, task_verifier) if isinstance(part.judge, Verifier)]
+    return [_first_fault(verifiers, place, row) for place, row in rows]
+
+
+def _first_fault(verifiers: Sequence[Verifier], place: str, row: Row) -> str | None:
+    for verifier in verifiers:
+        fault = row_fault(verifier, row)
+        if fault:
+            return f"{place}: {fault}"
+    return None
+
+
+def row_fault(verifier: Verifier, row: Row) -> str | None:
+    """Why the verifier cannot judge this row, or None."""
+    try:
+        verifier.check(row)
+    except DataError as error:
+        return str(error)
+    for probe in probes(verifier, row):
+        verdict = verify(verifier, row, probe.text)
+        if verdict.value is None:
+            return f"self-test {probe.name!r} could not be scored: {verdict.reason}"
+        if (verdict.value == 1.0) != bool(probe.expected) or (not probe.expected and verdict.value > 0):
+            return (
+                f"self-test {probe.name!r} scores {verdict.value:g} instead of {probe.expected}: {probe.text[-80:]!r}"
+            )
+    return None
+
+
+def probes(verifier: Verifier, row: Mapping[str, Any]) -> list[Probe]:
+    """All self-tests of a row."""
+    prompt = row.get("prompt", "")
+    if isinstance(prompt, list):
+        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
+    return [Probe("empty text", "", 0), Probe("the prompt itself", str(prompt), 0), *verifier.probes(row)]
