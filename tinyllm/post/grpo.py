@@ -241,7 +241,7 @@ def clipped_objective(
         log_q = (log_q.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(new)
     q = _exp(log_q)
     surrogate = _surrogate(q, A, new, clip, clip_low, clip_high, dual_clip)
-    numbers = _policy_numbers(q.detach(), A, mask, clip, clip_low, clip_high)
+    numbers = _policy_numbers(q.detach(), A, mask, clip, clip_low, clip_high, dual_clip)
     if logp_sampler is not None:
         log_w = old - _read(logp_sampler.detach(), mask)
         weight = _sampler_weight(log_w, sampler_correction, sampler_mode, sampler_cap)
@@ -325,18 +325,23 @@ def _largest(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0).max() if x.numel() else x.sum()
 
 
-def _policy_numbers(q: Tensor, A: Tensor, mask: Tensor, clip: str, low: float, high: float) -> dict[str, Tensor]:
+def _policy_numbers(
+    q: Tensor, A: Tensor, mask: Tensor, clip: str, low: float, high: float, dual_clip: float
+) -> dict[str, Tensor]:
     """Sums for ObjectiveStats. A bound stops a token only if A pushes q beyond it; CISPO caps its weight either way."""
-    live = mask.any(-1)
-    down, up = (A != 0, A != 0) if clip == "cispo" else (A < 0, A > 0)
+    live, moves = mask.any(-1), mask & (A != 0)
+    falls, rises = (moves, moves) if clip == "cispo" else (moves & (A < 0), moves & (A > 0))
+    too_high = rises & (q > 1 + high)
+    if clip == "dual":
+        too_high |= falls & (q > dual_clip)
     return {
         "rows": live.sum(),
-        "zero_rows": (live & ~(mask & (A != 0)).any(-1)).sum(),
+        "zero_rows": (live & ~moves.any(-1)).sum(),
         "tokens": mask.sum(),
         "ratio_sum": _total(q, mask),
         "ratio_max": _largest(q, mask),
-        "clipped_low": (mask & down & (q < 1 - low)).sum(),
-        "clipped_high": (mask & up & (q > 1 + high)).sum(),
+        "clipped_low": (falls & (q < 1 - low)).sum(),
+        "clipped_high": too_high.sum(),
     }
 
 

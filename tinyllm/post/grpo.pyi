@@ -107,7 +107,7 @@ class ObjectiveStats:
     clipped_low: float = 0.0
     """Tokens with A < 0 and q < 1 - clip_low (cispo: A != 0)."""
     clipped_high: float = 0.0
-    """Tokens with A > 0 and q > 1 + clip_high (cispo: A != 0)."""
+    """Tokens with A > 0 and q > 1 + clip_high (cispo: A != 0; dual: also A < 0 and q > dual_clip)."""
     kl_sum: float = 0.0
     kl_tokens: float = 0.0
     gap_tokens: float = 0.0
