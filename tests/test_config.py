@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyllm.config import SHORTCUTS, GRPOConfig, LoraConfig
@@ -154,6 +154,7 @@ def test_from_python():
 text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=20)
 
 
+@settings(deadline=None)
 @given(text, st.dictionaries(text, text, max_size=3), st.lists(text, max_size=3), st.floats(1e-300, 1e300))
 def test_round_trip_is_exact(words, columns, stops, lr):
     config = make_config(

@@ -113,7 +113,7 @@ def write_table(
 def read_table(path: str | Path) -> Recorded:
     """Read what write_table wrote. Raises RunError when it cannot be read; changed rows are listed, not refused."""
     try:
-        table = pq.ParquetFile(path, page_checksum_verification=True).read()
+        table = pq.ParquetFile(path, page_checksum_verification=True).read(use_threads=False)
         facts = json.loads((table.schema.metadata or {})[b"tinyllm"])
         rows = table.to_pylist()
         groups = [_group(list(part)) for _, part in groupby(rows, key=lambda row: row["group"])]
