@@ -374,7 +374,7 @@ def _check(**axes: Any) -> None:
 
 
 class RolloutClient(Protocol):
-    """Whatever samples: the embedded engine, a server, a pool. It returns ids and log-probabilities, never only text."""
+    """Whatever samples: the embedded engine, a server, a pool. It returns ids and log-probabilities, not just text."""
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """params.n completions of each prompt, in any order; one that failed has finish_reason "error" and a reason."""
@@ -384,7 +384,7 @@ class RolloutClient(Protocol):
 def collect_groups(
     client: RolloutClient, prompts: Sequence[Prompt], params: SamplingParams, verify: Verify
 ) -> list[Group]:
-    """Sample, verify each usable completion once, and group by (prompt, draw); a failure is a record with its reason."""
+    """Sample, verify each usable completion once, group by (prompt, draw); a failure is a record with its reason."""
     asked = {(p.id, p.draw, sample): p for p in prompts for sample in range(params.n)}
     assert len(asked) == len(prompts) * params.n, "a prompt drawn twice in one call needs two draw numbers"
     returned: dict[tuple[str, int, int], Completion] = {}
@@ -434,7 +434,7 @@ def _fault(c: Completion, params: SamplingParams) -> str | None:
 
 
 def _judge(verify: Verify, prompts: list[Prompt], completions: list[Completion]) -> list[Verdict]:
-    """One verdict per completion from one call; what the verifier raises is a reason, what breaks its contract an error."""
+    """One verdict per completion. What the verifier raises is recorded; what breaks its contract is an error."""
     if not completions:
         return []
     try:

@@ -1,9 +1,10 @@
 """The contract of grpo.py: every public name with its meaning, shapes, units, errors and source.
 
-grpo.py shows how; this file says what. stubtest holds one to the other, and the course's workspace is checked against it.
+grpo.py shows how; this file says what. stubtest holds one to the other, and a course workspace to this file.
 
 Legend: B rollouts (rows), T completion tokens (columns, padded), G rollouts of one group.
-Log-probabilities are natural logarithms of the probability of the sampled token, under the same temperature the sampler used.
+Log-probabilities are natural logarithms of the probability of the sampled token, under the same temperature the
+sampler used.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ _KL: TypeAlias = Literal["k3", "k2", "k1"]
 _Aggregate: TypeAlias = Literal["sequence", "token", "constant"]
 """Mean per completion, then over completions; mean over all tokens; sum over B x L (Dr. GRPO's fixed length L)."""
 _SamplerCorrection: TypeAlias = Literal["none", "token", "sequence"]
-"""Importance weight for logp_old != logp_sampler: none (the gap is reported), per token, or per sequence (the product)."""
+"""Importance weight for logp_old != logp_sampler: none (it is only reported), per token, per sequence (the product)."""
 _SamplerMode: TypeAlias = Literal["truncate", "mask"]
 """What happens to an importance weight above its cap: cut to the cap, or the token (sequence) is left out."""
 Verify: TypeAlias = Callable[[list[Prompt], list[Completion]], list[Verdict]]
@@ -78,7 +79,7 @@ def group_advantages(
     With the mean baseline the advantages of a group add up to 0, and |A| is at most sqrt(G - 1).
     A group whose members are all equal gives exactly 0, and so does a group of one: nothing is learned from it.
     NaN marks an unscored rollout: it is left out of mean and std, and its advantage is 0.
-    Raises RewardError naming the row for inf (or anything beyond 1e100), ConfigError for an unknown axis value or eps < 0.
+    Raises RewardError naming the row for inf (or beyond 1e100), ConfigError for an unknown axis value or eps < 0.
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; scale "none": Dr. GRPO, arXiv:2503.20783, section 3.
     """
 
@@ -193,36 +194,38 @@ def clipped_objective(
     n_i is 1/|o_i| with aggregate "sequence" and 1 otherwise; N is `denominator`; w is 1 without a sampler correction.
 
     logp_new, logp_old, logp_ref, logp_sampler, mask: [B, T], or [B] (one token each) with mask None or [B].
-    advantages: [B], or [B, T] for one per token. mask is true (nonzero) where a token is trained; None means everywhere.
-    Only logp_new is differentiated; no argument is written to. Loss: 0-d, in logp_new's type but at least fp32.
+    advantages: [B], or [B, T] for one per token. mask is true (nonzero) where a token is trained; None means
+    everywhere. Only logp_new is differentiated; no argument is written to. Loss: 0-d, in logp_new's type but at least
+    fp32.
 
-    Masked positions may hold NaN or inf in any argument: they change neither loss nor gradient. A row that is unscored or
-    excluded is masked by the caller, and then its KL does not count either. Everything masked gives loss 0 and gradient 0.
-    q past exp(20) goes on along the tangent, so that a wild ratio stays finite and visible (ratio_max).
+    Masked positions may hold NaN or inf in any argument: they change neither loss nor gradient. A row that is
+    unscored or excluded is masked by the caller, and then its KL does not count either. Everything masked gives loss
+    0 and gradient 0. q past exp(20) goes on along the tangent, so that a wild ratio stays finite and visible
+    (ratio_max).
 
     denominator: N of the whole optimizer step, from step_denominator over all its micro-batches and ranks; the summed
     gradient then does not depend on how the step was cut. None: this call is the whole step. constant_length is L.
     beta: weight of the KL; kl names its estimator (see kl_estimate; k1 is refused when beta > 0). With beta 0 the KL is
     still reported when logp_ref is given.
-    logp_sampler: what the sampler reported, when it may differ from logp_old. sampler_correction weights the policy term
-    by w = exp(logp_old - logp_sampler), per token or as the product over the sequence, without gradient; above sampler_cap
-    it is cut to it ("truncate") or the token is left out but still counted in N ("mask").
+    logp_sampler: what the sampler reported, when it may differ from logp_old. sampler_correction weights the policy
+    term by w = exp(logp_old - logp_sampler), per token or as the product over the sequence, without gradient; above
+    sampler_cap it is cut to it ("truncate") or the token is left out but still counted in N ("mask").
 
     Raises ConfigError for an unknown axis value, a negative or non-finite clip bound or beta, dual_clip <= 1, beta > 0
     without logp_ref or with k1, a sampler correction without logp_sampler, "constant" with neither L nor N.
-    Sources: the rows of PRESETS; correction: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
-    RL training" (truncated, token), Liu et al. 2025, "When speed kills stability" (masked, sequence).
+    Sources: the rows of PRESETS; correction: Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training" (truncated, token), Liu et al. 2025, "When speed kills stability" (masked, sequence).
     """
 
 def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: _KL = "k3") -> Tensor:
     """KL of the policy to the reference, estimated per token drawn from the policy; d = logp_ref - logp.
 
-        k3 = exp(d) - d - 1   at least 0, unbiased for KL(policy || ref). As a loss its on-policy gradient is that of the
-                              forward KL(ref || policy). Past d = 20 it goes on along its tangent: value and gradient are
-                              finite and not zero at +-100
-        k2 = d^2 / 2          at least 0, biased. As a loss its on-policy gradient is that of the reverse
+        k3 = exp(d) - d - 1   at least 0, unbiased for KL(policy || ref); as a loss its on-policy gradient is that of
+                              the forward KL(ref || policy). Past d = 20 it goes on along its tangent: value and
+                              gradient are finite and not zero at +-100
+        k2 = d^2 / 2          at least 0, biased; as a loss its on-policy gradient is that of the reverse
                               KL(policy || ref)
-        k1 = -d               unbiased, either sign. As a loss its on-policy gradient is 0 in expectation: refused there
+        k1 = -d               unbiased, either sign; as a loss its on-policy gradient is 0 in expectation: refused there
 
     Shapes and type are those of the arguments; differentiable in logp.
     Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath, arXiv:2402.03300, eq. 4.
@@ -231,9 +234,10 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: _KL = "k3") -> Tensor:
 class RolloutClient(Protocol):
     """Whatever samples: the embedded engine, a server, a pool.
 
-    A client returns the ids that were sampled, stop token included, and one log-probability per id under the distribution
-    it was really drawn from. It never tokenizes text again, and raises EngineError when its source gives no ids or no
-    log-probabilities. A single completion that failed is returned with finish_reason "error" and its reason.
+    A client returns the ids that were sampled, stop token included, and one log-probability per id under the
+    distribution it was really drawn from. It never tokenizes text again, and raises EngineError when its source gives
+    no ids or no log-probabilities. A single completion that failed is returned with finish_reason "error" and its
+    reason.
     """
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
@@ -242,17 +246,18 @@ class RolloutClient(Protocol):
 def collect_groups(
     client: RolloutClient, prompts: Sequence[Prompt], params: SamplingParams, verify: Verify
 ) -> list[Group]:
-    """Sample all prompts, verify what came back, and group it: one Group of params.n rollouts per prompt, in their order.
+    """Sample all prompts, verify what came back, and group it: params.n rollouts per prompt, prompts in their order.
 
-    Completions are matched to prompts by (prompt_id, draw, sample), never by position. verify is called once, with every
-    usable completion exactly once beside its prompt; not at all when there is none.
+    Completions are matched to prompts by (prompt_id, draw, sample), never by position. verify is called once, with
+    every usable completion exactly once beside its prompt; not at all when there is none.
 
     A failure is data: an unscored rollout with its reason, whose completion has finish_reason "error" and no tokens, so
     that nothing can train on it. Failures are a completion the client marked "error" or did not return; ids and
-    log-probabilities that are empty or of different length; a log-probability that is None, NaN, infinite or above 0; more
-    than max_new_tokens tokens; one that stopped without its stop token (params.stop_token_ids, when no stop string could
-    have ended it). If verify raises, everything it was given is unscored with what it raised; our own errors pass through.
+    log-probabilities that are empty or of different length; a log-probability that is None, NaN, infinite or above 0;
+    more than max_new_tokens tokens; one that stopped without its stop token (params.stop_token_ids, when no stop
+    string could have ended it). If verify raises, everything it was given is unscored with what it raised; our own
+    errors pass through.
 
-    Raises EngineError for a completion that was not asked for or is there twice, and when nothing that the client claims
-    to have sampled is usable; RewardError when verify returns another number of verdicts, or something else.
+    Raises EngineError for a completion that was not asked for or is there twice, and when nothing that the client
+    claims to have sampled is usable; RewardError when verify returns another number of verdicts, or something else.
     """
