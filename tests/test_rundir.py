@@ -352,7 +352,8 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
 
 
 CRASHES = """
-import tinyllm.checkpoint, tinyllm.files, tinyllm.rollouts, safetensors.torch
+import pandas, safetensors.torch, tinyllm.rollouts  # once, before the forks
+MANIFEST = manifest(GRPOConfig(run=RunConfig(keep_checkpoints=1)))
 
 def crash_at(call):
     "The process kills itself just before its call-th change of the disk."
@@ -370,7 +371,7 @@ def crash_at(call):
     return lambda: count
 
 def work(path, pipe):
-    with RunDir.create(path, manifest(GRPOConfig(run=RunConfig(keep_checkpoints=1)))) as run:
+    with RunDir.create(path, MANIFEST) as run:
         for step in (1, 2):
             run.record(step, make_groups(step))
             run.log({"step": step})
