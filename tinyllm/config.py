@@ -125,6 +125,7 @@ class ObjectiveConfig:
     sampler_correction: Literal["none", "token", "sequence"] = opt(
         "none", "importance weight for a gap between sampler and trainer log-probabilities"
     )
+    sampler_mode: Literal["truncate", "mask"] = opt("truncate", "a weight above the cap is cut to it, or to 0")
     sampler_cap: float = opt(2.0, "largest such weight", gt=0)
 
 
@@ -153,8 +154,8 @@ class TrainConfig:
     dynamic_sampling: bool | None = opt(None, "draw new prompts for groups without signal; not set = the preset's")
     max_refills: int = opt(4, "how often a step may draw again before training stops", ge=0)
     mask_truncated: bool = opt(False, "leave completions cut by the length limit out of loss and baseline")
-    overlong_buffer: int | None = opt(
-        None, "tokens before the limit over which reward falls by 1; 0 = off; not set = the preset's", ge=0
+    overlong_buffer: float | None = opt(
+        None, "last share of max_new_tokens over which reward falls by 1; 0 = off; not set = the preset's", ge=0, lt=1
     )
     early_stop_evals: int = opt(0, "stop after this many evaluations without a new best; 0 = never", ge=0)
     max_nonfinite: int = opt(3, "stop after this many steps in a row with a non-finite loss or gradient", ge=1)

@@ -306,13 +306,6 @@ def _check_together(c: GRPOConfig) -> None:
         raise ConfigError(f"objective.clip_low = {low}: a ratio cannot fall by more than 1; set it to 0.2")
     if high is not None and low is not None and high < low and c.objective.preset != "cispo":
         raise ConfigError(f"objective.clip_high = {high}: below clip_low = {low}; set it to {low} or more")
-    for name in ("operands", "factors"):
-        first, last = getattr(c.data.arithmetic, name)
-        if first > last:
-            raise ConfigError(f"data.arithmetic.{name} = [{first}, {last}]: smallest first; write [{last}, {first}]")
-    for symbol in c.data.arithmetic.operators:
-        if symbol not in ("+", "-", "*"):
-            raise ConfigError(f"data.arithmetic.operators = {_show(c.data.arithmetic.operators)}: use + - *")
 
 
 # Files and dictionaries
