@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from tinyllm.config import SHORTCUTS, GRPOConfig
 from tinyllm.errors import ConfigError
 
-C = TypeVar("C")
 DATA_SUFFIXES = (".jsonl", ".parquet")
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -39,7 +38,7 @@ class Option:
 
 
 @cache
-def options(kind: type, prefix: str = "") -> dict[str, Option]:
+def options(kind: Any, prefix: str = "") -> dict[str, Option]:
     """All leaves of a configuration class by dotted name, in the order of the source."""
     found: dict[str, Option] = {}
     types_ = typing.get_type_hints(kind)
@@ -57,7 +56,7 @@ def options(kind: type, prefix: str = "") -> dict[str, Option]:
 # Names
 
 
-def resolve_name(name: str, kind: type = GRPOConfig) -> str:
+def resolve_name(name: str, kind: Any = GRPOConfig) -> str:
     """The dotted name an option goes by: dashes count as underscores, and the section may be left out where one fits.
 
     Raises ConfigError with the nearest valid name.
@@ -216,7 +215,7 @@ def make_config(base: GRPOConfig | None = None, /, **given: Any) -> GRPOConfig:
     Each keyword is a whole section (`lora=LoraConfig(rank=8)` or `lora={"rank": 8}`), or any option by the name the
     command line takes: `model="folder"`, `data="rows.jsonl"`, `steps=10`. Raises ConfigError.
     """
-    config = base or GRPOConfig()
+    config: Any = base or GRPOConfig()
     flat: dict[str, Any] = {}
     for name, value in given.items():
         if is_dataclass(value) and hasattr(config, name):
@@ -236,7 +235,7 @@ def shortcut(name: str, value: Any) -> dict[str, Any]:
     return {SHORTCUTS[name]: value}
 
 
-def flatten(nested: Mapping[str, Any], kind: type = GRPOConfig, *, loose: bool = False) -> dict[str, Any]:
+def flatten(nested: Mapping[str, Any], kind: Any = GRPOConfig, *, loose: bool = False) -> dict[str, Any]:
     """A nested mapping (a TOML file) as dotted name -> value. Unknown keys raise ConfigError naming the nearest one.
 
     With loose, names at the top may leave out their section.
@@ -261,7 +260,7 @@ def flatten(nested: Mapping[str, Any], kind: type = GRPOConfig, *, loose: bool =
     return dict(walk("", nested))
 
 
-def overlay(base: C, flat: Mapping[str, Any]) -> C:
+def overlay(base: Any, flat: Mapping[str, Any]) -> Any:
     """`base` with the values of a flat mapping in place, each checked, then the whole. Raises ConfigError."""
     known = options(type(base))
     result = _replace(base, {name: coerce(known[name], value) for name, value in flat.items()})
@@ -333,9 +332,9 @@ def to_dict(config: Any) -> dict[str, Any]:
     return result
 
 
-def from_dict(nested: Mapping[str, Any], base: C | None = None) -> C | GRPOConfig:
+def from_dict(nested: Mapping[str, Any], base: Any = None) -> Any:
     """The inverse of to_dict; keys left out keep the value of `base` (or the default). Raises ConfigError."""
-    start: Any = base or GRPOConfig()
+    start = base or GRPOConfig()
     return overlay(start, flatten(nested, type(start)))
 
 
@@ -364,7 +363,7 @@ def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def from_toml(text: str, base: C | None = None, *, where: str = "TOML") -> C | GRPOConfig:
+def from_toml(text: str, base: Any = None, *, where: str = "TOML") -> Any:
     """A configuration from sparse TOML text, laid over `base` (or the defaults). Raises ConfigError naming `where`."""
     try:
         return from_dict(tomllib.loads(text), base)
@@ -374,7 +373,7 @@ def from_toml(text: str, base: C | None = None, *, where: str = "TOML") -> C | G
         raise ConfigError(f"{where}: {error}") from None
 
 
-def load_toml(path: str | Path, base: C | None = None) -> C | GRPOConfig:
+def load_toml(path: str | Path, base: Any = None) -> Any:
     """A configuration from a TOML file. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -384,7 +383,7 @@ def load_toml(path: str | Path, base: C | None = None) -> C | GRPOConfig:
     return from_toml(text, base, where=str(path))
 
 
-def parse_overrides(words: Sequence[str], kind: type = GRPOConfig) -> dict[str, Any]:
+def parse_overrides(words: Sequence[str], kind: Any = GRPOConfig) -> dict[str, Any]:
     """Command-line words `--section.field value` (or `--section.field=value`) as dotted name -> checked value.
 
     A bare `--flag` sets a true|false option. Raises ConfigError.

@@ -232,7 +232,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     with safe_open(path, framework="pt") as file:
         aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     return tensors | {name: tensors[of] for name, of in aliases.items()}
 
 

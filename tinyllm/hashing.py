@@ -48,7 +48,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def hash_tensor(tensor: Tensor) -> str:

@@ -100,7 +100,7 @@ def processor() -> tuple[str, list[str]]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine(), []
-    facts = {}
+    facts: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
         facts.setdefault(key.strip(), value.strip())

@@ -64,7 +64,7 @@ class RunDir:
     def __init__(self, path: Path, manifest: dict[str, Any], lock: Lock | None):
         self.path = path
         self.manifest = manifest
-        self.config: GRPOConfig = from_dict(manifest["config"])  # type: ignore[assignment]
+        self.config: GRPOConfig = from_dict(manifest["config"])
         self.checkpoints = Checkpoints(path / "checkpoints")
         self._lock = lock
         self._earlier: dict[tuple[str, int], str] = {}
