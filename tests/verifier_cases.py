@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "data/verifiers.jsonl").open(encoding="utf-8")]
+LINES = (Path(__file__).parent / "data/verifiers.jsonl").read_text(encoding="utf-8").split("\n")
+CASES = [json.loads(line) for line in LINES if line]
 
 
 def case_ids(*families: str) -> list[Any]:
@@ -22,12 +23,23 @@ def case_ids(*families: str) -> list[Any]:
 
 def spec_of(case: dict[str, Any]) -> dict[str, Any]:
     """The verifier of a case as a spec."""
-    return {"format": _text, "arithmetic": _text, "math": _text}[case["family"]](case)
+    kinds = {"format": _text, "arithmetic": _text, "math": _text, "json": _json, "if": _instructions}
+    return kinds[case["family"]](case)
 
 
 def row_of(case: dict[str, Any]) -> dict[str, Any]:
     """The task row of a case."""
+    if isinstance(case["gold"], dict):
+        return {"prompt": case["task"], **case["gold"]}
     return {"prompt": case["task"], "answer": case["gold"]}
+
+
+def _json(case: dict[str, Any]) -> dict[str, Any]:
+    return {"family": "json", "fence": "fence" in case["task"]}
+
+
+def _instructions(case: dict[str, Any]) -> dict[str, Any]:
+    return {"family": "instructions"}
 
 
 def _text(case: dict[str, Any]) -> dict[str, Any]:

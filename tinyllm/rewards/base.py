@@ -31,6 +31,8 @@ Row = Mapping[str, Any]
 FAMILIES = {
     "format": ("tinyllm.rewards.format", "FormatVerifier"),
     "arithmetic": ("tinyllm.rewards.arithmetic", "ArithmeticVerifier"),
+    "json": ("tinyllm.rewards.json_schema", "JsonVerifier"),
+    "instructions": ("tinyllm.rewards.instructions", "InstructionVerifier"),
 }
 """Family -> where its class is; imported when first used, since some need an extra."""
 MAX_TEXT_CHARS = 1_000_000
@@ -54,6 +56,8 @@ class Verifier(ABC):
     family: ClassVar[str]
     in_process: ClassVar[bool] = True
     """Whether one verdict is bounded by construction (linear time, no foreign code), so that it needs no worker process."""
+    prompt_fails: ClassVar[bool] = True
+    """Whether the prompt itself, as a completion, must score 0 (a self-test)."""
 
     @abstractmethod
     def check(self, row: Row) -> None:

@@ -51,4 +51,5 @@ def probes(verifier: Verifier, row: Mapping[str, Any]) -> list[Probe]:
     prompt = row.get("prompt", "")
     if isinstance(prompt, list):
         prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-    return [Probe("empty text", "", 0), Probe("the prompt itself", str(prompt), 0), *verifier.probes(row)]
+    echo = [Probe("the prompt itself", str(prompt), 0)] if verifier.prompt_fails else []
+    return [Probe("empty text", "", 0), *echo, *verifier.probes(row)]

@@ -1,0 +1,136 @@
+"""Family "instructions": constraints that can be checked, in the style of IFEval. All of them must be followed.
+
+The registry is closed: an unknown constraint, argument or value is a fault of the task, found at load, as is an argument
+that contradicts the prompt's own text. Nothing is drawn at random. A non-empty answer is required; reasoning does not count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tinyllm.errors import DataError
+from tinyllm.records import Verdict
+from tinyllm.rewards.base import Row, Verifier, correct
+from tinyllm.rewards.constraints import REGISTRY, Constraint
+from tinyllm.rewards.extract import after_think, cut
+
+COUNTED = {
+    "num_words": r"words?",
+    "min_words": r"words?",
+    "max_words": r"words?",
+    "num_sentences": r"sentences?",
+    "num_paragraphs": r"paragraphs?",
+    "num_bullets": r"(?:bullet points?|bullets?)",
+    "num_sections": r"sections?",
+    "num_placeholders": r"placeholders?",
+    "num_highlights": r"(?:highlighted sections?|highlights?|sections?)",
+}
+"""Arguments that a prompt states in words: where it names a number of these, the argument must be one of them."""
+_NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_COUNT = rf"([0-9]+|{'|'.join(_NUMBER_WORDS)})"
+_RELATIONS = {
+    "at least": r"at least|no fewer than|minimum of",
+    "less than": r"less than|fewer than|at most|no more than|up to|under",
+}
+
+
+@dataclass(frozen=True)
+class InstructionVerifier(Verifier):
+    """Settings of the family."""
+
+    family: ClassVar[str] = "instructions"
+    prompt_fails: ClassVar[bool] = False
+    """A prompt may well follow its own constraints ("use no commas")."""
+    constraints: str = "constraints"
+    """Column with a list of {"id": ..., "kwargs": {...}}; without it, IFEval's instruction_id_list and kwargs are read."""
+    think_prefilled: bool = False
+
+    def check(self, row: Row) -> None:
+        self._checks(row)
+
+    def judge(self, row: Row, text: str) -> Verdict:
+        checks = self._checks(row)
+        answer = after_think(cut(text), self.think_prefilled).strip()
+        return correct(bool(answer) and all(check(answer) for _, check in checks), answer)
+
+    def explain(self, row: Row, text: str) -> str:
+        answer = after_think(cut(text), self.think_prefilled).strip()
+        broken = [name for name, check in self._checks(row) if not check(answer)]
+        return f"not followed: {', '.join(broken)}" if broken else "" if answer else "the answer is empty"
+
+    def _checks(self, row: Row) -> list[tuple[str, Callable[[str], bool]]]:
+        found = []
+        for entry in self._entries(row):
+            name, arguments = entry.get("id"), entry.get("kwargs") or {}
+            if name not in REGISTRY:
+                raise DataError(f"constraint {name!r} is unknown; known are {', '.join(sorted(REGISTRY))}")
+            constraint = REGISTRY[name]
+            values = _arguments(name, constraint, arguments)
+            _agree(name, values, row.get("prompt"))
+            found.append((name, constraint.build(**values)))
+        if not found:
+            raise DataError(f"the row has no constraints in column {self.constraints!r}")
+        return found
+
+    def _entries(self, row: Row) -> list[Mapping[str, Any]]:
+        entries = row.get(self.constraints)
+        if entries is None and "instruction_id_list" in row:
+            names, arguments = row["instruction_id_list"], row.get("kwargs") or []
+            if len(names) != len(arguments):
+                raise DataError(f"the row has {len(names)} instruction ids and {len(arguments)} kwargs")
+            entries = [{"id": name, "kwargs": kwargs} for name, kwargs in zip(names, arguments, strict=True)]
+        if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+            raise DataError(f"the row has no list of constraints in column {self.constraints!r}")
+        return entries
+
+
+def _arguments(name: str, constraint: Constraint, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The checked arguments: null counts as not given; every one the constraint has is needed unless it has a default."""
+    values = {key: value for key, value in given.items() if value is not None}
+    for key in values:
+        if key not in constraint.arguments:
+            raise DataError(
+                f"constraint {name!r} has no argument {key!r}; it takes {', '.join(constraint.arguments) or 'none'}"
+            )
+    for key, check in constraint.arguments.items():
+        if key not in values:
+            if key in constraint.defaults:
+                values[key] = constraint.defaults[key]
+                continue
+            raise DataError(f"constraint {name!r} lacks its argument {key!r}; nothing is made up at scoring time")
+        problem = check(values[key])
+        if problem:
+            raise DataError(f"constraint {name!r}: {key} = {values[key]!r}, {problem}")
+    problem = constraint.consistent(values)
+    if problem:
+        raise DataError(f"constraint {name!r}: {problem}")
+    return values
+
+
+def _agree(name: str, values: Mapping[str, Any], prompt: Any) -> None:
+    """Raises DataError when the prompt names a number (and relation) of the same thing, and the argument is another."""
+    if isinstance(prompt, list):
+        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
+    if not isinstance(prompt, str):
+        return
+    for key, value in values.items():
+        if key not in COUNTED or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        relation = values.get("relation", "")
+        before = _RELATIONS.get(relation, "")
+        stated = re.findall(
+            rf"\b(?:{before})\s+{_COUNT}\s+{COUNTED[key]}\b" if before else rf"\b{_COUNT}\s+{COUNTED[key]}\b",
+            prompt,
+            re.I,
+        )
+        numbers = {int(word) if word.isdigit() else _NUMBER_WORDS.index(word.lower()) for word in stated}
+        bounds = {number + 1 for number in numbers} if relation == "less than" else set()  # "at most 9" is less than 10
+        if numbers and value not in numbers | bounds:
+            raise DataError(
+                f"constraint {name!r} has {key} = {value}, but the prompt says {relation} {sorted(numbers)}".replace(
+                    "  ", " "
+                )
+            )
