@@ -12,20 +12,20 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constra
 
 # An environment whose interpreter is gone (a Python upgrade, a moved folder) is made anew.
 ifneq ($(shell $(PY) -c 'print("works")' 2>/dev/null),works)
-$(shell rm -f $(VENV)/made $(VENV)/run.stamp $(VENV)/dev.stamp)
+$(shell rm -f $(VENV)/made $(VENV)/installed)
 endif
 
-run: $(VENV)/run.stamp
+run: $(VENV)/installed
 	$(VENV)/bin/tinyllm grpo --config examples/arithmetic.toml $(ARGS)
 
-# Two workers of one thread each, so that time is the same on a laptop and a server.
-test: $(VENV)/dev.stamp
+# Two workers of one thread each: what two cores do best.
+test: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 $(ARGS)
 
 test-all: lint test
 	$(PY) -m pytest -m slow $(ARGS)
 
-lint: $(VENV)/dev.stamp
+lint: $(VENV)/installed
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
@@ -39,11 +39,7 @@ $(VENV)/made: scripts/make_venv.sh
 	touch $@
 
 # setuptools first and no isolated build: every version that is used is in constraints.txt.
-$(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/made
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/made
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable .
-	touch $@
-
-$(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(INSTALL) --no-build-isolation --editable '.[dev]'
 	touch $@
