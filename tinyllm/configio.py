@@ -53,6 +53,10 @@ def options(kind: Any, prefix: str = "") -> dict[str, Option]:
     return found
 
 
+def _kind(config: Any) -> Any:
+    return type(config)
+
+
 # Names
 
 
@@ -262,7 +266,7 @@ def flatten(nested: Mapping[str, Any], kind: Any = GRPOConfig, *, loose: bool = 
 
 def overlay(base: Any, flat: Mapping[str, Any]) -> Any:
     """`base` with the values of a flat mapping in place, each checked, then the whole. Raises ConfigError."""
-    known = options(type(base))
+    known = options(_kind(base))
     result = _replace(base, {name: coerce(known[name], value) for name, value in flat.items()})
     check(result)
     return result
@@ -284,7 +288,7 @@ def _replace(base: Any, flat: Mapping[str, Any]) -> Any:
 
 def check(config: Any) -> None:
     """Every value against its type and bounds, then values against each other. Raises ConfigError."""
-    for name, option in options(type(config)).items():
+    for name, option in options(_kind(config)).items():
         coerce(option, value_of(config, name))
     if isinstance(config, GRPOConfig):
         _check_together(config)
@@ -335,7 +339,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(nested: Mapping[str, Any], base: Any = None) -> Any:
     """The inverse of to_dict; keys left out keep the value of `base` (or the default). Raises ConfigError."""
     start = base or GRPOConfig()
-    return overlay(start, flatten(nested, type(start)))
+    return overlay(start, flatten(nested, _kind(start)))
 
 
 def to_toml(config: Any, *, sparse: bool = False) -> str:
@@ -344,7 +348,7 @@ def to_toml(config: Any, *, sparse: bool = False) -> str:
     None cannot be written in TOML and is always the default, so it is left out.
     """
     lines: dict[str, list[str]] = {}
-    for name, option in options(type(config)).items():
+    for name, option in options(_kind(config)).items():
         value = value_of(config, name)
         section, _, leaf = name.rpartition(".")
         if value is not None and not (sparse and value == option.default):
