@@ -1,0 +1,81 @@
+"""What a trainer tells those who watch it: the display, the trackers, and your own code.
+
+A callback sees records and numbers that are written already; nothing it does can change a run. An exception it raises
+stops the run like any other.
+
+Keys of a `train` line (metrics.jsonl and on_step): step, revision, loss, reward_mean, reward_std, accuracy, kl,
+clip_fraction_low, clip_fraction_high, ratio_mean, ratio_max, entropy, completion_length, truncated, zero_advantage,
+unscored, grad_norm, lr, tokens (trained), sampler_equal (share of trained tokens whose sampler and trainer
+log-probabilities are the same to the bit), and hashes. Shares are in [0, 1]; what was not measured is None.
+Keys of an `eval` line (on_eval): kind = "eval", step, correct, prompts (counts), kl (to the start policy, per token),
+completion_length.
+Keys of a timing line: step, step_s, sample_s, verify_s, record_s, update_s, publish_s, sampled_tokens,
+peak_memory_bytes, and what the trainer adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinyllm.config import GRPOConfig
+from tinyllm.errors import TinyLLMError
+from tinyllm.records import Group
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known when training starts."""
+
+    path: Path
+    """The run directory."""
+    config: GRPOConfig
+    first_step: int = 1
+    """The first step still to do; more than 1 in a resumed run."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Shown as "key value": parameters, dtype, device, prompts to train on, held out."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run leaves."""
+
+    run_dir: Path
+    before: Mapping[str, Any] | None
+    """The first and the last line of kind `eval`; None when nothing is held out."""
+    after: Mapping[str, Any] | None
+    plot: Path | None
+    model_dir: Path
+    best_step: int | None = None
+    """The step of the best held-out accuracy, where it is kept."""
+
+
+class Interrupted(TinyLLMError):
+    """Ctrl-C or SIGTERM: what was done is saved, and the message says how to go on."""
+
+    exit_code = 130
+
+    def __init__(self, run_dir: Path, step: int):
+        self.run_dir, self.step = run_dir, step
+        super().__init__(f"stopped after step {step}; go on with: tinyllm grpo --resume {run_dir}")
+
+
+class Callback:
+    """Base of all callbacks; each method does nothing until it is overridden."""
+
+    def on_phase(self, phase: str) -> None:
+        """What is being done from now on, in a few words: "loading the model", "sampling"."""
+
+    def on_start(self, info: RunInfo) -> None:
+        """The run directory exists; the first evaluation comes next."""
+
+    def on_step(self, metrics: Mapping[str, Any], timing: Mapping[str, Any], groups: Sequence[Group]) -> None:
+        """A step was trained, recorded and logged."""
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        """Held-out prompts were evaluated."""
+
+    def on_end(self, result: RunResult | None) -> None:
+        """The run is over; None when it was stopped or failed."""
