@@ -243,7 +243,7 @@ def test_a_function_for_other_tasks_returns_none_and_leaves_the_sum():
 )
 def test_product_and_gate(combine, values):
     specs = ("format:rule=tag,gold=", "arithmetic:rule=last_number")
-    verify = Verify(make_parts(RewardConfig(functions=specs), None), combine)
+    verify = Verify(make_parts(RewardConfig(functions=specs), None), combine=combine)
     texts = ["<answer>7</answer>", "7", "<answer>8</answer>"]
     assert [v.value for v in verify([prompt()], [completion(t, sample=i) for i, t in enumerate(texts)])] == values
 
@@ -266,7 +266,7 @@ def test_product_and_gate(combine, values):
 )
 def test_wrong_specs_are_refused_with_the_remedy(config, words):
     with pytest.raises(RewardError, match=re.escape(words)):
-        make_parts(RewardConfig(**config), "arithmetic")
+        make_verify(RewardConfig(**config), data(prompt()))
 
 
 def test_a_module_that_fails_to_import_is_named(tmp_path, monkeypatch):
@@ -274,4 +274,4 @@ def test_a_module_that_fails_to_import_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(RewardError, match="importing it raised ZeroDivisionError"):
-        make_parts(RewardConfig(functions=("broken_reward:f",)), None)
+        make_verify(RewardConfig(functions=("broken_reward:f",)), data(prompt()))

@@ -20,12 +20,13 @@ LAST = RewardConfig(rule="last_number")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>")
+    alphabet = {char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    letters = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<eos>")
     fast.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
     return fast
 
@@ -147,7 +148,7 @@ def test_parquet_with_chat_messages(tokenizer, tmp_path):
         [{"role": "system", "content": "Be short."}, {"role": "user", "content": f"Say {n}"}] for n in range(10)
     ]
     pq.write_table(pa.table({"prompt": messages, "answer": list(range(100, 110))}), tmp_path / "rows.parquet")
-    data = load(tokenizer, file=str(tmp_path / "rows.parquet"), system_prompt="ignored: the row has its own")
+    data = load(tokenizer, file=str(tmp_path / "rows.parquet"))
     prompt = data.train[0]
     assert prompt.text.startswith("[system] Be short.\n[user] Say") and len(prompt.messages) == 2
 
@@ -193,7 +194,7 @@ def test_held_out_file_must_not_share_prompts(tokenizer, tmp_path):
         ([{"prompt": None, "answer": "1"}], "row 1 of rows.jsonl has no prompt"),
         ([{"prompt": [{"content": "hi"}], "answer": "1"}], "message 1 has no role"),
         ([{"prompt": [{"role": "user", "content": None}], "answer": "1"}], "message 1 has no text content"),
-        ([{"prompt": "a " * 600, "answer": "1"}], "600 tokens, over data.max_prompt_tokens = 512"),
+        ([{"prompt": "a " * 600, "answer": "1"}], "1200 tokens, over data.max_prompt_tokens = 512"),
         ([{"prompt": "a", "answer": "no number"}], "'no number' in column 'answer' does not read"),
         ([{"prompt": "a", "answer": None}], "gold in column 'answer' is NoneType"),
         ([{"prompt": "a"}], "no column 'answer'"),

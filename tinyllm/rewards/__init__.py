@@ -1,7 +1,6 @@
 """Rewards: verifiers (our own families), reward functions (module:function), and how they become one verdict."""
 
 from tinyllm.rewards.base import Verifier, build, verify
-from tinyllm.rewards.combine import Verify, make_verify
-from tinyllm.rewards.selftest import self_test
+from tinyllm.rewards.combine import Verify, make_verify, self_test
 
 __all__ = ["Verifier", "Verify", "build", "make_verify", "self_test", "verify"]

@@ -75,10 +75,22 @@ class Verifier(ABC):
         """Self-tests of the row beyond those every family has (empty text, the prompt): gold as an answer, wrong gold."""
         return []
 
+    def warm_up(self) -> None:  # noqa: B027  most families have nothing to warm up
+        """Import and build what the first verdict would otherwise pay for."""
+
+    def time_limit(self, row: Row) -> float:
+        """Seconds one verdict may take by the row's own limits; the pool waits at least this long."""
+        return 0.0
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The settings as build() takes them."""
+        return {"family": self.family, **dataclasses.asdict(self)}
+
     @functools.cached_property
     def hash(self) -> str:
         """Identity of family and settings, for caches and manifests."""
-        return hash_json({"family": self.family, **dataclasses.asdict(self)})
+        return hash_json(self.spec)
 
 
 def verify(verifier: Verifier, row: Row, text: str) -> Verdict:

@@ -22,10 +22,14 @@ from tinyllm.rewards import functions
 from tinyllm.rewards.base import Verifier, build, is_family, verify
 from tinyllm.rewards.extract import RULES, Region
 from tinyllm.rewards.format import FormatVerifier
+from tinyllm.rewards.pool import START_S, Job, Pool
+from tinyllm.rewards.selftest import row_fault
+from tinyllm.rewards.worker import from_json
 
 FINISHED_RULES = ("last_number", "final")
 """Rules that read the end of the text: a completion cut by the length limit has no answer under them, so it scores 0."""
-SPARE_PARTS = ("correct", "format")
+PROBES = 6
+"""Self-tests of a row, at most: its time limit is this many verdicts."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Part:
 
     name: str
     weight: float
-    judge: Verifier | Callable[..., Any]
+    judge: Verifier | Callable[..., Any] | str
+    """A verifier; a function of this process; or "module:function", which runs in the pool."""
 
 
 def make_parts(reward: RewardConfig, task_verifier: str | None) -> list[Part]:
@@ -54,7 +59,7 @@ def make_parts(reward: RewardConfig, task_verifier: str | None) -> list[Part]:
     parts: list[Part] = []
     for spec, weight in zip(specs, weights, strict=True):
         judge = _judge(spec)
-        name = getattr(judge, "__name__", type(judge).__name__)
+        name = judge.rpartition(":")[2] if isinstance(judge, str) else getattr(judge, "__name__", type(judge).__name__)
         if isinstance(judge, Verifier):
             name = "correct" if not any(part.name == "correct" for part in parts) else judge.family
         taken = [part.name for part in parts]
@@ -83,10 +88,10 @@ def _ruled(task_verifier: str | None, rule: str | None) -> Verifier:
     return dataclasses.replace(verifier, rule=rule, tags=("answer",))  # type: ignore[type-var,return-value]
 
 
-def _judge(spec: Any) -> Verifier | Callable[..., Any]:
+def _judge(spec: Any) -> Verifier | Callable[..., Any] | str:
     if isinstance(spec, Verifier) or (callable(spec) and not isinstance(spec, str)):
         return spec
-    return build(spec) if is_family(spec) else functions.load_function(spec)
+    return build(spec) if is_family(spec) else functions.check_spec(spec)
 
 
 def _names(name: str) -> Iterator[str]:
@@ -98,11 +103,17 @@ def _names(name: str) -> Iterator[str]:
 
 
 class Verify:
-    """verify(prompts, completions, step) -> one verdict per completion, in order; each is judged exactly once per part."""
+    """verify(prompts, completions, step) -> one verdict per completion, in order; each is judged exactly once per part.
 
-    def __init__(self, parts: Sequence[Part], combine: str = "sum") -> None:
+    Our text verifiers run here. What has no bound of its own (math, code, JSON Schema, "module:function") runs in a pool of
+    worker processes with a time limit; functions given as Python objects run here, without one.
+    """
+
+    def __init__(self, parts: Sequence[Part], timeout_s: float = 10.0, workers: int = 2, combine: str = "sum") -> None:
         self.parts = tuple(parts)
+        self.timeout_s = timeout_s
         self.combine = combine
+        self.pool = Pool(workers) if any(_in_pool(part) for part in self.parts) else None
         self.logged = functions.Logged()
         """What reward functions logged in the last call: metrics by "function/name", extras by column."""
 
@@ -111,7 +122,8 @@ class Verify:
         by_key = {(prompt.id, prompt.draw): prompt for prompt in prompts}
         pairs = [(by_key[completion.prompt_id, completion.draw], completion) for completion in completions]
         sampled = [pair for pair in pairs if pair[1].finish_reason != "error"]
-        columns = [self._column(part, sampled, step) for part in self.parts]
+        remote = iter(self._remote([part for part in self.parts if _in_pool(part)], sampled, step))
+        columns = [next(remote) if _in_pool(part) else self._local(part, sampled, step) for part in self.parts]
         rows = iter(list(zip(*columns, strict=True)))
         return [
             Verdict(None, f"sampling failed: {completion.error or 'no reason given'}")
@@ -122,17 +134,66 @@ class Verify:
 
     def close(self) -> None:
         """End worker processes, if there are any."""
+        if self.pool:
+            self.pool.close()
 
-    def _column(self, part: Part, pairs: Sequence[tuple[Prompt, Completion]], step: int) -> list[Verdict]:
-        if isinstance(part.judge, Verifier):
-            return [self._judge(part.judge, prompt, completion) for prompt, completion in pairs]
-        return functions.call(part.judge, part.name, _batch(pairs, step), self.logged)
+    def prepare(self, columns: Sequence[str]) -> None:
+        """Load every reward function and check its arguments against the data's columns. Raises RewardError."""
+        for number, part in enumerate(self.parts):
+            if isinstance(part.judge, str):
+                assert self.pool
+                empty = {"kind": "call", "name": part.name, "batch": functions.Batch([], [], [], [], [], 0).__dict__}
+                self.pool.run([Job(part.judge, empty, START_S, tuple(columns), pin=number)])
+            elif not isinstance(part.judge, Verifier):
+                functions.check_columns(part.judge, part.name, columns)
 
-    @staticmethod
-    def _judge(verifier: Verifier, prompt: Prompt, completion: Completion) -> Verdict:
-        if completion.finish_reason == "length" and getattr(verifier, "rule", None) in FINISHED_RULES:
-            return Verdict(0.0)
-        return verify(verifier, prompt.row, completion.text)
+    def _local(self, part: Part, pairs: Sequence[tuple[Prompt, Completion]], step: int) -> list[Verdict]:
+        judge = part.judge
+        if isinstance(judge, Verifier):
+            return [_unfinished(judge, done) or verify(judge, prompt.row, done.text) for prompt, done in pairs]
+        assert callable(judge)
+        return functions.call(judge, part.name, _batch(pairs, step), self.logged)
+
+    def _remote(self, parts: Sequence[Part], pairs: Sequence[tuple[Prompt, Completion]], step: int) -> list[list[Verdict]]:
+        """The verdicts of the parts that run in the pool, all parts at once."""
+        if not parts or not pairs:
+            return [[] for _ in parts]
+        assert self.pool
+        jobs: list[Job] = []
+        for number, part in enumerate(parts):
+            if isinstance(part.judge, Verifier):
+                jobs += [_verify_job(part.judge, prompt.row, done.text, self.timeout_s) for prompt, done in pairs]
+            else:
+                jobs.append(self._function_job(part, pairs, step, number))
+        results = iter(self.pool.run(jobs))
+        columns = []
+        for number, part in enumerate(parts):
+            if isinstance(part.judge, Verifier):
+                columns.append([_unfinished(part.judge, done) or _verdict(next(results)) for _, done in pairs])
+                continue
+            result = next(results)
+            singles = [self._function_job(part, [pair], step, number, pinned=False) for pair in pairs]
+            columns.append(self._function_verdicts(result, singles))
+        return columns
+
+    def _function_job(
+        self, part: Part, pairs: Sequence[tuple[Prompt, Completion]], step: int, number: int, pinned: bool = True
+    ) -> Job:
+        batch = _batch(pairs, step)
+        message = {"kind": "call", "name": part.name, "batch": {**batch.__dict__, "rows": [dict(row) for row in batch.rows]}}
+        columns = tuple(dict.fromkeys(name for row in batch.rows for name in row if name != "prompt"))
+        return Job(part.judge, message, self.timeout_s, columns, retry=False, pin=number if pinned else None)
+
+    def _function_verdicts(self, result: dict[str, Any], singles: Sequence[Job]) -> list[Verdict]:
+        """A batch that ran out of time (or killed its worker) is called again completion by completion, to find which."""
+        assert self.pool
+        if "failed" in result and len(singles) > 1:
+            return [_verdict(single) for single in self.pool.run(singles)]
+        self.logged.metrics |= result.get("metrics", {})
+        self.logged.extras |= result.get("extras", {})
+        if "failed" in result:
+            return [_verdict(result)]
+        return [from_json(fields) for fields in result["verdicts"]]
 
     def _combined(self, verdicts: Sequence[Verdict]) -> Verdict:
         """One verdict from the parts' own. A part that is None for this row (a function for other tasks) leaves the sum."""
@@ -157,6 +218,24 @@ class Verify:
         return Verdict(value, None, answer, parts)
 
 
+def _in_pool(part: Part) -> bool:
+    return isinstance(part.judge, str) or (isinstance(part.judge, Verifier) and not part.judge.in_process)
+
+
+def _unfinished(verifier: Verifier, completion: Completion) -> Verdict | None:
+    cut = completion.finish_reason == "length" and getattr(verifier, "rule", None) in FINISHED_RULES
+    return Verdict(0.0) if cut else None
+
+
+def _verify_job(verifier: Verifier, row: Mapping[str, Any], text: str, timeout_s: float) -> Job:
+    message = {"kind": "verify", "row": dict(row), "text": text}
+    return Job(verifier.spec, message, max(timeout_s, verifier.time_limit(row)))
+
+
+def _verdict(result: dict[str, Any]) -> Verdict:
+    return Verdict(None, result["failed"]) if "failed" in result else from_json(result["verdicts"][0])
+
+
 def _batch(pairs: Sequence[tuple[Prompt, Completion]], step: int) -> functions.Batch:
     chats = [isinstance(prompt.row.get("prompt"), (list, tuple)) for prompt, _ in pairs]
     return functions.Batch(
@@ -177,11 +256,37 @@ def make_verify(reward: RewardConfig, data: Any, tokenizer: Any = None) -> Verif
 
     Raises RewardError for a function or verifier that cannot be built, or that needs a column the data does not have.
     """
-    parts = make_parts(reward, data.verifier)
-    columns: Mapping[str, None] = {
-        column: None for prompt in data.train[:1] for column in prompt.row if column != "prompt"
-    }
-    for part in parts:
+    rows = [prompt.row for prompt in data.train[:1]]
+    verify_all = Verify(make_parts(reward, data.verifier), reward.timeout_s, reward.workers)
+    try:
+        verify_all.prepare([column for row in rows for column in row if column != "prompt"])
+    except RewardError:
+        verify_all.close()
+        raise
+    return verify_all
+
+
+def self_test(reward: RewardConfig, task_verifier: str | None, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str | None]:
+    """For each (place, row) why it cannot be used, or None (see selftest.py). Reward functions have none: they are the user's."""
+    faults: list[str | None] = [None] * len(rows)
+    for part in make_parts(reward, task_verifier):
         if not isinstance(part.judge, Verifier):
-            functions.check_columns(part.judge, part.name, list(columns))
-    return Verify(parts)
+            continue
+        for index, fault in enumerate(_row_faults(part.judge, [row for _, row in rows], reward)):
+            if fault and not faults[index]:
+                faults[index] = f"{rows[index][0]}: {fault}"
+    return faults
+
+
+def _row_faults(verifier: Verifier, rows: Sequence[Mapping[str, Any]], reward: RewardConfig) -> list[str | None]:
+    if verifier.in_process:
+        return [row_fault(verifier, row) for row in rows]
+    pool = Pool(reward.workers)
+    try:
+        limits = [PROBES * max(reward.timeout_s, verifier.time_limit(row)) for row in rows]
+        messages = [{"kind": "fault", "row": dict(row)} for row in rows]
+        jobs = [Job(verifier.spec, message, limit) for message, limit in zip(messages, limits, strict=True)]
+        results = pool.run(jobs)
+    finally:
+        pool.close()
+    return [f"the self-test {result['failed']}" if "failed" in result else result["fault"] for result in results]

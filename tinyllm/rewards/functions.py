@@ -55,11 +55,17 @@ class Logged:
     extras: dict[str, list[Any]] = field(default_factory=dict)
 
 
+def check_spec(spec: str) -> str:
+    """The spec, when it has the form of a function's. Raises RewardError."""
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise RewardError(f"reward function {spec!r}: write module:function, or a verifier (see docs/verifiers.md)")
+    return spec
+
+
 def load_function(spec: str) -> Callable[..., Any]:
     """The function of "module:function" (module found from the current folder too). Raises RewardError with the remedy."""
-    module_name, colon, name = spec.partition(":")
-    if not colon or not module_name or not name:
-        raise RewardError(f"reward function {spec!r}: write module:function, or a verifier (see docs/verifiers.md)")
+    module_name, _, name = check_spec(spec).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -6,27 +6,11 @@ value of the same kind score 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from tinyllm.config import RewardConfig
 from tinyllm.errors import DataError
 from tinyllm.rewards.base import Probe, Row, Verifier, verify
-from tinyllm.rewards.combine import make_parts
-
-
-def self_test(reward: RewardConfig, task_verifier: str | None, rows: Sequence[tuple[str, Row]]) -> list[str | None]:
-    """For each (place, row) why it cannot be used, or None. Reward functions have no self-test: they are the user's."""
-    verifiers = [part.judge for part in make_parts(reward, task_verifier) if isinstance(part.judge, Verifier)]
-    return [_first_fault(verifiers, place, row) for place, row in rows]
-
-
-def _first_fault(verifiers: Sequence[Verifier], place: str, row: Row) -> str | None:
-    for verifier in verifiers:
-        fault = row_fault(verifier, row)
-        if fault:
-            return f"{place}: {fault}"
-    return None
 
 
 def row_fault(verifier: Verifier, row: Row) -> str | None:

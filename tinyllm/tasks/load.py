@@ -201,7 +201,11 @@ def _prompt(
 ) -> Prompt | None:
     from tinyllm.models import render
 
-    text, token_ids = render(tokenizer, row["prompt"], data.prompt_rule, system_prompt)
+    try:
+        text, token_ids = render(tokenizer, row["prompt"], data.prompt_rule, system_prompt)
+    except DataError as error:
+        bad.keep(f"{place}: {error}")
+        return None
     if len(token_ids) > data.max_prompt_tokens:
         bad.keep(
             f"{place}: its prompt has {len(token_ids)} tokens, over data.max_prompt_tokens = {data.max_prompt_tokens}; "

@@ -1,0 +1,155 @@
+"""The worker pool: hung and dead workers, limits, neighbours, threads and event loops, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from test_rewards import completion, data, prompt
+
+from tinyllm.config import RewardConfig
+from tinyllm.errors import RewardError
+from tinyllm.rewards import make_verify
+from tinyllm.rewards.pool import Job, Pool
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Verify of one function of reward_functions.py, closed after the test."""
+    monkeypatch.chdir(os.path.dirname(__file__))
+    made = []
+
+    def build(name, **config):
+        made.append(make_verify(RewardConfig(functions=(f"reward_functions:{name}",), **config), data(prompt())))
+        return made[-1]
+
+    yield build
+    for verify in made:
+        verify.close()
+
+
+def judge(verify, texts):
+    return verify([prompt()], [completion(text, sample=n) for n, text in enumerate(texts)], 1)
+
+
+def test_hung_calls_are_marked_their_neighbours_count_and_no_worker_is_lost(make):
+    verify = make("hang_on_text", timeout_s=1.0)
+    start = time.monotonic()
+    verdicts = judge(verify, ["a", "bb", "loop", "ccc", "sleep", "d", "e", "f"])
+    assert time.monotonic() - start < 15  # 2 limits of 1 s and the starts of new workers, with room for a slow machine
+    assert [v.value for v in verdicts] == [1.0, 2.0, None, 3.0, None, 1.0, 1.0, 1.0]
+    assert {verdicts[2].reason, verdicts[4].reason} == {"timed out after 1 s"}
+    for _ in range(20):
+        assert [v.value for v in judge(verify, ["a", "bb"])] == [1.0, 2.0]
+    pids = [worker.process.pid for worker in verify.pool._workers if worker]
+    verify.close()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_a_worker_that_dies_marks_only_its_sample(make):
+    verdicts = judge(make("hang_on_text"), ["a", "quit", "b"])
+    assert [v.value for v in verdicts] == [1.0, None, 1.0]
+    assert verdicts[1].reason == "its worker died (exit code 3)"
+
+
+def test_memory_is_bounded(make):
+    verdicts = judge(make("fill_memory"), ["a"])
+    assert verdicts[0].value is None and "MemoryError" in verdicts[0].reason
+
+
+def test_children_of_a_killed_worker_are_killed(make):
+    def sleeping():
+        found = [process for process in psutil.process_iter() if process.name() == "sleep"]
+        return {process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE}
+
+    before = sleeping()
+    assert judge(make("child", timeout_s=1.0), ["a"])[0].reason == "timed out after 1 s"
+    time.sleep(0.2)
+    assert sleeping() <= before
+
+
+def test_each_call_is_made_once_and_state_and_logs_come_back(make):
+    verify = make("count_calls")
+    assert [v.value for v in judge(verify, ["a", "b"])] == [0.1, 0.1]
+    judge(verify, ["a", "b", "c"])
+    assert verify.logged.metrics == {"count_calls/calls": 2.0}
+    assert verify.logged.extras["pid"][0] != os.getpid() and len(verify.logged.extras["pid"]) == 3
+
+
+def test_a_broken_contract_stops_with_its_message(make):
+    with pytest.raises(RewardError, match="wrong_count returned 1 rewards for 3 completions"):
+        judge(make("wrong_count"), ["a", "b", "c"])
+    with pytest.raises(RewardError, match="has no 'nothing'"):
+        make("nothing")
+
+
+def test_from_threads_and_inside_an_event_loop(make):
+    verify = make("hang_on_text")
+    results = {}
+    threads = [
+        threading.Thread(target=lambda n=n: results.update({n: [v.value for v in judge(verify, ["a" * n])]})) for n in range(1, 5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {n: [float(n)] for n in range(1, 5)}
+
+    async def serve():
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0.001)
+
+        ticking = asyncio.create_task(tick())
+        verdicts = await asyncio.to_thread(judge, verify, ["abc"])
+        ticking.cancel()
+        return verdicts[0].value, ticks
+
+    value, ticks = asyncio.run(serve())
+    assert value == 3.0 and ticks > 0
+
+
+def test_nothing_grows_over_many_calls(make):
+    verify = make("hang_on_text", timeout_s=0.3, workers=1)
+    judge(verify, ["a"])
+    process = psutil.Process()
+    before = process.num_fds(), threading.active_count(), len(process.children(recursive=True))
+    for _ in range(3):
+        judge(verify, ["loop"])
+        judge(verify, ["a"])
+    assert (process.num_fds(), threading.active_count(), len(process.children(recursive=True))) == before
+
+
+def test_verifiers_run_in_the_pool_and_keep_their_order():
+    schema = {"type": "integer"}
+    rows = SimpleNamespace(train=(prompt(schema=schema),), held_out=(), verifier="json")
+    verify = make_verify(RewardConfig(), rows)
+    try:
+        texts = ["1", "x", "2", "{}", "3"] * 4
+        assert [v.value for v in judge_rows(verify, rows.train, texts)] == [1.0, 0.0, 1.0, 0.0, 1.0] * 4
+    finally:
+        verify.close()
+
+
+def judge_rows(verify, prompts, texts):
+    return verify(prompts, [completion(text, sample=n) for n, text in enumerate(texts)], 1)
+
+
+def test_time_waiting_for_a_worker_does_not_count():
+    pool = Pool(workers=1)
+    try:
+        spec = {"family": "json"}
+        message = {"kind": "verify", "row": {"schema": {"type": "integer"}}, "text": "1"}
+        results = pool.run([Job(spec, message, 0.5) for _ in range(400)])
+        assert all(result["verdicts"][0][0] == 1.0 for result in results)
+    finally:
+        pool.close()

@@ -1,0 +1,232 @@
+"""A pool of worker processes that verify, with limits from outside: a hung or dead worker is killed and replaced.
+
+One thread (the caller's) feeds the workers and watches the clock; no signals, so it works from any thread and beside any
+event loop. A job's clock starts when an idle, prepared worker gets it, never while it waits. A job that times out or kills
+its worker is tried once more alone, and only then marked; the jobs of other samples are not affected.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinyllm.errors import RewardError
+from tinyllm.rewards.worker import HEADER, pack
+
+START_S = 120.0
+"""Longest time a worker may take to start, and to import what a verifier needs."""
+MAX_MESSAGE = 1 << 28
+"""A longer result is a broken worker."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of work for one worker."""
+
+    spec: Any
+    """Of a verifier (a mapping) or a reward function ("module:function"); what the worker prepares once."""
+    message: dict[str, Any]
+    timeout_s: float
+    columns: tuple[str, ...] = ()
+    retry: bool = True
+    """Whether to try once more, alone, when it times out or its worker dies."""
+    pin: int | None = None
+    """The worker that gets it, for functions that keep state; None: any."""
+
+    @property
+    def key(self) -> str:
+        return self.spec if isinstance(self.spec, str) else repr(sorted(self.spec.items(), key=str))
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    deadline: float
+    ready: bool = False
+    job: int | None = None
+    preparing: bool = False
+    prepared: set[str] = field(default_factory=set)
+    buffer: bytearray = field(default_factory=bytearray)
+
+
+class Pool:
+    """workers processes; timeout and memory (bytes of private memory each) are enforced from here."""
+
+    def __init__(self, workers: int = 2, memory: int | None = None) -> None:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.memory = memory or max(4 << 30, total // 2 // workers)
+        self._workers: list[_Worker | None] = [None] * workers
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _kill_all, self._workers)
+
+    def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """The result of each job, in order: what the worker answered, or {"failed": why}.
+
+        Raises RewardError when a job breaks its contract (its function or verifier cannot be built, a wrong count).
+        """
+        with self._lock:
+            results: list[dict[str, Any] | None] = [None] * len(jobs)
+            again = self._round(jobs, range(len(jobs)), results)
+            for index in again:
+                left = self._round(jobs, [index], results, last=True)
+                assert not left, left
+        errors = [result["error"] for result in results if result and "error" in result]
+        if errors:
+            raise RewardError(errors[0])
+        return [result or {"failed": "no result"} for result in results]
+
+    def close(self) -> None:
+        """End all workers."""
+        with self._lock:
+            _kill_all(self._workers)
+
+    def _round(
+        self, jobs: Sequence[Job], indices: Sequence[int], results: list[dict[str, Any] | None], last: bool = False
+    ) -> list[int]:
+        """Run these jobs; returns those to be tried again."""
+        waiting = deque(indices)
+        again: list[int] = []
+        open_jobs = len(waiting)
+
+        def finish(index: int, result: dict[str, Any]) -> None:
+            nonlocal open_jobs
+            open_jobs -= 1
+            if "failed" in result and jobs[index].retry and not last:
+                again.append(index)
+            else:
+                results[index] = result
+
+        while open_jobs:
+            self._dispatch(jobs, waiting)
+            with selectors.DefaultSelector() as selector:
+                busy = [worker for worker in self._workers if worker and (worker.job is not None or not worker.ready)]
+                for worker in busy:
+                    selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+                pause = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
+                for key, _ in selector.select(pause):
+                    for index, result in self._receive(key.data, jobs):
+                        finish(index, result)
+            now = time.monotonic()
+            for worker in busy:
+                if worker in self._workers and worker.deadline <= now:
+                    job = worker.job
+                    late = "starting" if not worker.ready else "loading its verifier" if worker.preparing else ""
+                    self._drop(worker)
+                    if job is None:
+                        raise RewardError(f"a verifier worker did not start within {START_S:g} s; see its output above")
+                    seconds = jobs[job].timeout_s
+                    finish(job, {"failed": f"timed out {late}" if late else f"timed out after {seconds:g} s"})
+        return again
+
+    def _dispatch(self, jobs: Sequence[Job], waiting: deque[int]) -> None:
+        for slot, worker in enumerate(self._workers):
+            mine = [index for index in waiting if jobs[index].pin is None or jobs[index].pin % len(self._workers) == slot]  # type: ignore[operator]
+            if not mine:
+                continue
+            if worker is None:
+                self._workers[slot] = self._start()
+            elif worker.ready and worker.job is None:
+                worker.job = mine[0]
+                waiting.remove(mine[0])
+                self._send(worker, jobs[mine[0]])
+
+    def _start(self) -> _Worker:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment |= {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from tinyllm.rewards.worker import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=environment,
+        )
+        return _Worker(process, time.monotonic() + START_S)
+
+    def _send(self, worker: _Worker, job: Job) -> None:
+        worker.preparing = job.key not in worker.prepared
+        message: dict[str, Any] = {"kind": "prepare", "spec": job.spec, "columns": job.columns} if worker.preparing else job.message
+        seconds = START_S if worker.preparing else job.timeout_s
+        assert worker.process.stdin is not None
+        try:
+            worker.process.stdin.write(pack({**message, "key": job.key, "timeout_s": seconds}))
+            worker.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its end is seen where its output is read
+        worker.deadline = time.monotonic() + seconds
+
+    def _receive(self, worker: _Worker, jobs: Sequence[Job]) -> list[tuple[int, dict[str, Any]]]:
+        """Read what a worker wrote; returns (job, result) when it finished one, or died over one."""
+        import json
+
+        assert worker.process.stdout is not None
+        chunk = os.read(worker.process.stdout.fileno(), 1 << 16)
+        worker.buffer += chunk
+        size = HEADER.unpack(worker.buffer[: HEADER.size])[0] if len(worker.buffer) >= HEADER.size else 0
+        if not chunk or size > MAX_MESSAGE:
+            job, code = worker.job, self._drop(worker)
+            if job is None:
+                raise RewardError(f"a verifier worker could not start (exit code {code}); see its output above")
+            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return [(job, {"failed": f"its worker died ({name})"})]
+        if len(worker.buffer) < HEADER.size + size or len(worker.buffer) < HEADER.size:
+            return []
+        result = json.loads(bytes(worker.buffer[HEADER.size : HEADER.size + size]))
+        worker.buffer.clear()
+        if not worker.ready:
+            worker.ready = True
+            limit = _private_bytes(worker.process.pid) + self.memory
+            resource.prlimit(worker.process.pid, resource.RLIMIT_DATA, (limit, limit))
+            return []
+        assert worker.job is not None
+        index = worker.job
+        if worker.preparing and "error" not in result:
+            worker.prepared.add(jobs[index].key)
+            self._send(worker, jobs[index])
+            return []
+        worker.job = None
+        return [(index, result)]
+
+    def _drop(self, worker: _Worker) -> int:
+        self._workers[self._workers.index(worker)] = None
+        return _kill(worker)
+
+
+def _private_bytes(pid: int) -> int:
+    """VmData of a process."""
+    with open(f"/proc/{pid}/status") as status:
+        return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmData")), 0)
+
+
+def _kill(worker: _Worker) -> int:
+    """End a worker and everything it started; returns its exit code."""
+    code = worker.process.poll()
+    try:
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    worker.process.wait()
+    for stream in (worker.process.stdin, worker.process.stdout):
+        if stream is not None:
+            try:
+                stream.close()
+            except BrokenPipeError:
+                pass
+    return worker.process.returncode if code is None else code
+
+
+def _kill_all(workers: list[_Worker | None]) -> None:
+    for slot, worker in enumerate(workers):
+        if worker is not None:
+            workers[slot] = None
+            _kill(worker)
