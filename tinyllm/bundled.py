@@ -210,22 +210,21 @@ def _check(path: Path, expected: str, what: str) -> None:
 
 def _intact(folder: Path) -> bool:
     try:
-        stamp = (folder / MANIFEST).stat().st_mtime_ns
-        sizes = tuple((path.name, path.stat().st_size) for path in sorted(folder.iterdir()))
+        stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     except OSError:
         return False
-    return _hashes_hold(folder, stamp, sizes)
+    return _hashes_hold(folder, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
 
 
 @functools.lru_cache(maxsize=8)
-def _hashes_hold(folder: Path, stamp: int, sizes: tuple) -> bool:
-    """Whether the files are those of the manifest. Sizes at every call, contents once in a process (0.1 s per GB)."""
+def _hashes_hold(folder: Path, stats: tuple[tuple[str, int, int], ...]) -> bool:
+    """Whether the files are those of the manifest; read once in a process, and again when sizes or times change."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        on_disk = dict(sizes)
-        return all(on_disk.get(name) == entry["bytes"] for name, entry in manifest.items()) and all(
-            hash_file(folder / name) == entry["xxh3_128"] for name, entry in manifest.items()
-        )
+        on_disk = {name: size for name, size, _ in stats}
+        if any(on_disk.get(name) != entry["bytes"] for name, entry in manifest.items()):
+            return False
+        return all(hash_file(folder / name) == entry["xxh3_128"] for name, entry in manifest.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
