@@ -1,0 +1,131 @@
+"""The trainer's log-probabilities: pack rollouts, run the trunk once per distinct prefix, score tokens at the head.
+
+log p(token t | prefix) = z_t - log sum exp z, with z = logits / temperature: the numbers the sampler recorded, by the same
+operations, so on the embedded engine both are equal bit for bit.
+
+The head works on blocks of 256 rows and keeps no logits: backward computes them again, so the [rows, vocabulary] matrix
+never exists whole. Legend: R distinct prefixes that predict a token, P predicted tokens, V vocabulary, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyllm.engine.attention import PackedPaths
+from tinyllm.engine.head import Policy
+from tinyllm.engine.packing import Packed, Trie, pack
+from tinyllm.engine.sampling import scale_logits
+
+HEAD_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a packed row of sequences predicts. Sequence s's tokens are places[s] : places[s + 1] of the P predictions."""
+
+    packed: Packed
+    rows: Tensor  # [R] node of each distinct predicting prefix
+    row: Tensor  # [P] which of those rows predicts
+    token: Tensor  # [P] the token predicted
+    lengths: tuple[int, ...]
+    """Predicted tokens of each sequence."""
+
+
+def pack_targets(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str) -> Targets:
+    """Packs (prompt ids, completion ids) pairs; every completion token is predicted by the prefix before it."""
+    trie = Trie()
+    for prompt, completion in sequences:
+        assert prompt, "a completion needs at least one prompt token to be predicted from"
+        trie.add([*prompt, *completion[:-1]])
+    rows: dict[int, int] = {}
+    row, token = [], []
+    for (prompt, completion), path in zip(sequences, trie.paths, strict=True):
+        for node, target in zip(path[len(prompt) - 1 :], completion, strict=False):  # an empty completion predicts nothing
+            row.append(rows.setdefault(node, len(rows)))
+            token.append(target)
+    return Targets(
+        packed=pack(trie, device),
+        rows=torch.tensor(list(rows), dtype=torch.long, device=device),
+        row=torch.tensor(row, dtype=torch.long, device=device),
+        token=torch.tensor(token, dtype=torch.long, device=device),
+        lengths=tuple(len(completion) for _, completion in sequences),
+    )
+
+
+def score(policy: Policy, targets: Targets, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probability (differentiable) and entropy (not) of every predicted token: [P] fp32 each."""
+    paths = PackedPaths(targets.packed)
+    hidden = policy.hidden(targets.packed.input_ids, targets.packed.position_ids, paths)
+    head = policy.head
+    return _Head.apply(hidden[targets.rows], head.weight, head.bias, policy, targets.row, targets.token, temperature)
+
+
+class _Head(torch.autograd.Function):
+    """Log-probabilities of given tokens, block by block over rows.
+
+    d logp_p / dz = onehot(t_p) - softmax(z), so a row's logit gradient is sum_p g_p onehot(t_p) - (sum_p g_p) softmax(z).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, policy, row, token, temperature):  # type: ignore[no-untyped-def]
+        logp = torch.empty(row.shape, dtype=torch.float32, device=hidden.device)
+        row_entropy = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        blocks = _blocks(row, hidden.shape[0])
+        for start, end, pairs in blocks:
+            z = scale_logits(policy.logits(hidden[start:end]), temperature)
+            lse = z.logsumexp(-1, keepdim=True)
+            logp[pairs] = z[row[pairs] - start, token[pairs]] - lse[row[pairs] - start, 0]
+            p = (z - lse).exp_()
+            row_entropy[start:end] = lse[:, 0] - (p * z).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, row, token)
+        ctx.rest = (policy, temperature, blocks)
+        entropy = row_entropy[row]
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, d_logp: Tensor, _: Any):  # type: ignore[no-untyped-def]
+        hidden, weight, bias, row, token = ctx.saved_tensors
+        policy, temperature, blocks = ctx.rest
+        d_hidden = torch.zeros_like(hidden)
+        want_weight = ctx.needs_input_grad[1]
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
+        d_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        for start, end, pairs in blocks:
+            local, g = row[pairs] - start, d_logp[pairs]
+            if not g.any():
+                continue
+            logits = policy.logits(hidden[start:end])
+            z = scale_logits(logits, temperature)
+            per_row = torch.zeros(end - start, dtype=g.dtype, device=g.device).index_add_(0, local, g)
+            d_z = z.softmax(-1).mul_(-per_row[:, None])
+            d_z.index_put_((local, token[pairs]), g, accumulate=True)
+            if temperature not in (0.0, 1.0):
+                d_z /= temperature
+            d_z = policy.finish_logits_grad(logits, d_z)
+            rows = hidden[start:end]
+            d_z_low = d_z.to(weight.dtype)
+            d_hidden[start:end] = d_z_low @ weight
+            if d_weight is not None:
+                if weight.dtype == torch.float32:
+                    d_weight.addmm_(d_z.T, rows)
+                else:
+                    d_weight += d_z_low.T @ rows
+            if d_bias is not None:
+                d_bias += d_z.sum(0)
+        d_weight = d_weight if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+
+
+def _blocks(row: Tensor, n_rows: int) -> list[tuple[int, int, Tensor]]:
+    """(first row, end row, predictions that belong to them) for blocks of HEAD_ROWS rows."""
+    block = row // HEAD_ROWS
+    return [
+        (start, min(start + HEAD_ROWS, n_rows), torch.nonzero(block == start // HEAD_ROWS)[:, 0])
+        for start in range(0, n_rows, HEAD_ROWS)
+    ]
