@@ -179,6 +179,15 @@ def _show(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
+def to_text(value: Any) -> str:
+    """A value as it is typed on the command line; - for none and for the empty list."""
+    if value is None or value in ((), {}):
+        return "-"
+    if isinstance(value, tuple):
+        return ",".join(to_text(item) for item in value)
+    return value if isinstance(value, str) else _show(value)
+
+
 def parse_text(option: Option, text: str) -> Any:
     """A value from what was typed after an option. Lists are a,b,c or a TOML array; maps are key=value,key=value."""
     hint, optional = _plain_type(option.type)
