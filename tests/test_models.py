@@ -41,7 +41,9 @@ def tokenizer(template: str | None = TEMPLATE, add_bos: bool = False) -> PreTrai
 def tiny_config(**changes) -> LlamaConfig:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaConfig(**{**sizes, **heads, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": True, **changes})
+    return LlamaConfig(
+        **{**sizes, **heads, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": True, **changes}
+    )
 
 
 def tiny_model(**changes) -> LlamaForCausalLM:
@@ -248,9 +250,7 @@ def test_beginning_of_text_is_never_doubled():
 
 def test_end_of_text_does_not_close_a_prompt():
     closing = tokenizer(None)
-    closing.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        "$A <eos>", special_tokens=[("<eos>", 1)]
-    )
+    closing.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <eos>", special_tokens=[("<eos>", 1)])
     assert ours.render(closing, "hi")[0] == "hi"
 
 
@@ -304,7 +304,7 @@ def test_stop_tokens():
 def test_adapters_start_as_the_base_and_train_alone():
     model = tiny_model()
     before = model(IDS).logits
-    base = [p for p in model.parameters()]
+    base = list(model.parameters())
     adapted = ours.add_lora(model, rank=2, alpha=4.0, seed=3)
     assert torch.equal(adapted(IDS).logits, before) and not adapted.training
     assert not any(p.requires_grad for p in base)

