@@ -57,7 +57,7 @@ def test_leave_one_out_uses_the_std_of_the_whole_group():
 @pytest.mark.parametrize("axes", [{}, {"baseline": "leave_one_out"}, {"scale": "none"}])
 @pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-6])
 def test_equal_rewards_give_exactly_zero(eps, axes):
-    for value in (0.95, 0.3, 0.7, 1 / 3, -2.7, 1e30):
+    for value in (0.95, 0.1, 0.7, 1 / 3, -2.7, 1e30):
         for size in range(1, 9):
             for dtype in (torch.float32, torch.float64):
                 assert advantages([value] * size, dtype=dtype, eps=eps, **axes) == [0.0] * size

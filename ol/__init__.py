@@ -1,0 +1,1 @@
+"""The course command: start a chapter, run its tests, check the work. `ol --help` says how."""
