@@ -1,0 +1,136 @@
+"""The order of the parts: a module imports only from rows above its own, so that each can be read and tested alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYERS = """
+    records errors
+    hashing
+    files config
+    configio stats rollouts checkpoint manifest callbacks
+    rundir
+    bundled memory
+    models
+    rewards
+    tasks
+    engine
+    post
+    cluster
+    evaluate progress trackers
+    report rundiff runview doctor
+    cli
+"""
+"""Modules and packages of tinyllm, one row per layer; those of one row do not know each other."""
+
+ROWS = {name: number for number, row in enumerate(LAYERS.split("\n")) for name in row.split()}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "tinyllm").rglob("*.py"))
+}
+
+
+def imports(module: str, tree: ast.AST) -> set[str]:
+    """Every module imported anywhere in the tree (in functions and for types too), submodules by their full name."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: write absolute imports"
+            assert node.module
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in MODULES else node.module)
+    return found
+
+
+def parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def part(module: str) -> str:
+    """The row's word for a module: tinyllm.post.batch belongs to post."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_every_module_has_a_place():
+    assert {part(module) for module in MODULES if part(module)} <= set(ROWS), "add the new module to LAYERS"
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if part(module)])
+def test_imports_point_up(module):
+    for imported in sorted(imports(module, parse(module))):
+        if imported.split(".")[0] not in ("tinyllm", "ol", "course"):
+            continue
+        assert imported.startswith("tinyllm."), f"{module} imports {imported}, which stands above the library"
+        mine, theirs = part(module), part(imported)
+        assert mine == theirs or ROWS[theirs] < ROWS[mine], f"{module} imports {imported}, which is below or beside it"
+
+
+def test_no_circles_inside_a_package():
+    """By what is imported when a module is loaded: a circle there depends on who comes first."""
+    edges = {}
+    for module in MODULES:
+        tree = parse(module)
+        tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        edges[module] = {name for name in imports(module, tree) if name in MODULES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for imported in sorted(edges[module]):
+                visit(imported, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    ("module", "allowed"),
+    [
+        ("tinyllm.records", set()),
+        ("tinyllm.errors", set()),
+        ("tinyllm.post.grpo", {"torch", "tinyllm.records", "tinyllm.errors"}),
+    ],
+)
+def test_what_the_core_stands_on(module, allowed):
+    used = imports(module, parse(module))
+    outside = {name for name in used if name.split(".")[0] not in sys.stdlib_module_names}
+    assert {name if name.startswith("tinyllm") else name.split(".")[0] for name in outside} <= allowed
+
+
+def test_no_file_names_a_machine():
+    """Paths of one machine and hosts of registries belong to a user's settings, not into the repository."""
+    hosts = [
+        "pypi" + ".org",
+        "pythonhosted" + ".org",
+        "npmjs" + ".org",
+        "deb.debian" + ".org",
+        "download.pytorch" + ".org",
+    ]
+    places = r"(?<![\w.~$}/-])/(?:work|root|home|Users)/|/opt/(?:wheels|pypi)|/etc/xdg"
+    pattern = re.compile("|".join([*map(re.escape, hosts), places]))
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    faults = []
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        path = ROOT / name
+        if path.is_file() and path != Path(__file__):
+            for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+                if found := pattern.search(line):
+                    faults.append(f"{name}:{number}: {found.group()}")
+    assert not faults, "\n".join(faults)
