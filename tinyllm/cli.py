@@ -31,8 +31,8 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit code; expected failures are one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", force=True)
-    logging.addLevelName(logging.WARNING, "warning")
+    if logging.lastResort is not None:  # the handler of a program that sets up none; it finds a redirected stderr
+        logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     try:
         return _dispatch(words)
     except TinyLLMError as error:
@@ -98,24 +98,28 @@ def _grpo(words: Sequence[str]) -> int:
     rest, special = _take(words, ("config", "resume"))
     if "resume" in special and (rest or "config" in special):
         raise ConfigError("--resume goes on with the run's own configuration; leave out the other options")
-    config = load_toml(special["config"]) if "config" in special else GRPOConfig()
-    config = overlay(config, parse_overrides(rest))
+    resumed = special.get("resume")
+    if resumed is not None:
+        from tinyllm.rundir import RunDir
+
+        config = RunDir.read(resumed).config
+    else:
+        config = load_toml(special["config"]) if "config" in special else GRPOConfig()
+        config = overlay(config, parse_overrides(rest))
 
     from tinyllm.progress import show_progress
     from tinyllm.trackers import make_trackers
 
-    display = show_progress()
+    callbacks = [show_progress(), *make_trackers(config.run.trackers)]
+    from tinyllm.post.run import grpo, resume
+
     try:
-        if "resume" in special:
-            from tinyllm.post.run import resume
-
-            resume(special["resume"], callbacks=[display])
+        if resumed is not None:
+            resume(resumed, callbacks=callbacks)
         else:
-            from tinyllm.post.run import grpo
-
-            grpo(config, callbacks=[display, *make_trackers(config.run.trackers)])
+            grpo(config, callbacks=callbacks)
     finally:
-        display.on_end(None)  # gives the terminal back, whatever happened
+        callbacks[0].on_end(None)  # gives the terminal back, whatever happened
     return 0
 
 
@@ -157,9 +161,7 @@ def _tasks(words: Sequence[str]) -> int:
     from tinyllm.tasks import list_tasks
 
     print(_table(list_tasks()))
-    print(
-        "\nYour own rows: --data FILE.jsonl, FILE.parquet or a `datasets` name; your own reward: --reward module:function"
-    )
+    print("\nYour own rows: --data FILE.jsonl, FILE.parquet or a `datasets` name, and --reward module:function.")
     return 0
 
 
@@ -289,8 +291,8 @@ def _grpo_help() -> str:
             lines += ["", _bold(part or "general") + f"  {_section_help(part)}"]
             section, rows = part, []
         kind = describe_type(option.type)
-        kind = "" if "|" not in kind and option.default is not None else f" ({kind})"
-        rows.append((leaf, to_text(option.default), option.help + kind))
+        telling = "|" in kind or (option.default is None and kind != "text")
+        rows.append((leaf, to_text(option.default), option.help + (f" ({kind})" if telling else "")))
     return "\n".join([*lines, _table(rows, indent=2, widths=WIDTHS)])
 
 

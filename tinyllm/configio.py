@@ -106,7 +106,7 @@ def _plain_type(hint: Any) -> tuple[Any, bool]:
 
 
 def describe_type(hint: Any) -> str:
-    """What to write for an option of this type, in words."""
+    """What to write for an option of this type, in words; choices are joined by |."""
     hint, _ = _plain_type(hint)
     args = get_args(hint)
     if get_origin(hint) is Literal:
@@ -115,7 +115,7 @@ def describe_type(hint: Any) -> str:
         one = describe_type(args[0])
         return f"{one},..." if args[-1] is Ellipsis else ",".join(describe_type(arg) for arg in args)
     if hint is bool:
-        return "true|false"
+        return "true or false"
     return {int: "whole number", float: "number", str: "text"}.get(hint, "key=value,...")
 
 
