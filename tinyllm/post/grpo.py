@@ -311,9 +311,11 @@ def _read(x: Tensor, mask: Tensor) -> Tensor:
 
 def _aggregated(x: Tensor, mask: Tensor, aggregate: str, denominator: float | Tensor) -> Tensor:
     """Tokens to rows, rows to one number, over the step's denominator (0 when nothing is trained: the sum is 0)."""
+    n = float(denominator)
+    assert n > 0 or not mask.any(), f"denominator {n} for {int(mask.sum())} trained tokens"
     rows = torch.where(mask, x, 0.0).sum(-1)
     rows = rows / mask.sum(-1).clamp(min=1) if aggregate == "sequence" else rows
-    return rows.sum() / (float(denominator) or 1.0)
+    return rows.sum() / (n or 1.0)
 
 
 def _total(x: Tensor, mask: Tensor) -> Tensor:

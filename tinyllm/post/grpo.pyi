@@ -78,7 +78,7 @@ def group_advantages(
     std is the population one (divided by G), of the whole group with either baseline; scale "none" leaves it out.
     With the mean baseline the advantages of a group add up to 0, and |A| is at most sqrt(G - 1).
     A group whose members are all equal gives exactly 0, and so does a group of one: nothing is learned from it.
-    NaN marks an unscored rollout: it is left out of mean and std, and its advantage is 0.
+    NaN marks an unscored (or excluded) rollout: it is left out of mean and std, and its advantage is 0.
     Raises RewardError naming the row for inf (or beyond 1e100), ConfigError for an unknown axis value or eps < 0.
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; scale "none": Dr. GRPO, arXiv:2503.20783, section 3.
     """

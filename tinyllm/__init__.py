@@ -1,0 +1,41 @@
+"""tinyllm: train language models with group relative policy optimization on verifiable rewards.
+
+    import tinyllm
+    result = tinyllm.grpo(model="smollm2-135m-instruct", data="rows.jsonl", reward=my_reward, steps=40)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinyllm.callbacks import Callback, RunResult
+    from tinyllm.config import GRPOConfig
+
+__version__ = "0.1.0"
+
+
+def grpo(
+    config: GRPOConfig | None = None,
+    *,
+    reward: str | Callable[..., Any] | None = None,
+    callbacks: Sequence[Callback] | None = None,
+    **options: Any,
+) -> RunResult:
+    """Train; returns paths and the first and last evaluation. The same as `tinyllm grpo`, from Python.
+
+    config: where to start from (default: the arithmetic job). options: any option, by its name without the section where
+    that is plain (steps=40), or a whole section (sampling={"group_size": 4}); `data` is a file or a dataset's name.
+    reward: a reward function, or "module:function". callbacks: default is the progress display.
+    Raises the errors of tinyllm.errors, whose messages name the option, its value and the remedy.
+    """
+    from tinyllm.configio import make_config
+    from tinyllm.post import run
+    from tinyllm.progress import show_progress
+
+    if isinstance(reward, str):
+        options["reward"] = reward
+        reward = None
+    resolved = make_config(config, **options)
+    return run.grpo(resolved, reward=reward, callbacks=[show_progress()] if callbacks is None else callbacks)

@@ -1,0 +1,61 @@
+"""Held-out accuracy during training, and the KL to the start policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tinyllm.engine.engine import Engine
+from tinyllm.post.grpo import collect_groups, kl_estimate
+from tinyllm.post.update import Scorer
+from tinyllm.records import Group, Prompt, SamplingParams, Verdict
+
+
+def evaluator(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    verify: Callable[..., list[Verdict]],
+    reference: Scorer | None,
+) -> Callable[[int, Sequence[Group]], dict[str, Any] | None]:
+    """Returns evaluate(step, groups): one completion per held-out prompt under `params`, judged.
+
+    The KL is the k3 estimate per token on the step's own rollouts, so it is that of the policy which sampled them.
+    """
+
+    def evaluate(step: int, groups: Sequence[Group]) -> dict[str, Any] | None:
+        row: dict[str, Any] = {"kind": "eval", "step": step, "kl": _start_kl(groups, reference) if step else 0.0}
+        if not prompts:
+            return None
+        judged = collect_groups(engine, prompts, params, lambda p, c: verify(p, c, step))
+        rollouts = [r for g in judged for r in g.rollouts]
+        scored = [r.verdict for r in rollouts if r.verdict.value is not None]
+        correct = [dict(v.parts).get("correct") for v in scored]
+        lengths = [len(r.completion.token_ids) for r in rollouts]
+        row |= {
+            "prompts": len(scored),
+            "correct": None if not scored or None in correct else int(sum(c == 1.0 for c in correct)),
+            "reward_mean": sum(v.value or 0.0 for v in scored) / len(scored) if scored else None,
+            "unscored": len(rollouts) - len(scored),
+            "truncated": sum(r.completion.finish_reason == "length" for r in rollouts),
+            "completion_length": sum(lengths) / len(lengths),
+        }
+        return row
+
+    return evaluate
+
+
+def _start_kl(groups: Sequence[Group], reference: Scorer | None) -> float | None:
+    """Mean k3 estimate of KL(sampling policy || start policy) over the tokens of `groups`."""
+    sequences, sampled = [], []
+    for group in groups:
+        for rollout in group.rollouts:
+            if rollout.completion.token_ids:
+                sequences.append((group.prompt.token_ids, rollout.completion.token_ids))
+                sampled.append(torch.tensor(rollout.completion.logprobs, dtype=torch.float64))
+    if reference is None or not sequences:
+        return None
+    start = [x.cpu().double() for x in reference(sequences)]
+    return kl_estimate(torch.cat(sampled), torch.cat(start)).mean().item()

@@ -1,0 +1,128 @@
+"""Fp32 master weights, AdamW or SGD, learning-rate schedule, gradient norm.
+
+Where the model computes in bf16, each parameter has an fp32 master here and is its rounded copy; gradients accumulate in
+fp32. Where it computes in fp32 the parameter is its own master. Sums over whole tensors are taken in fixed blocks, so they
+do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tinyllm.config import OptimizerConfig
+
+_SUM_BLOCK = 4096
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """fp64 sum of x^2, block after block: the same for every number of threads."""
+    flat = x.detach().reshape(-1)
+    whole = flat.numel() // _SUM_BLOCK * _SUM_BLOCK
+    blocks = flat[:whole].view(-1, _SUM_BLOCK).float().square().sum(-1)
+    tail = flat[whole:].float().square().sum()
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for part in blocks.split(_SUM_BLOCK):
+        total = total + part.sum(dtype=torch.float64)
+    return total + tail
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """lr of step 1 .. steps: linear warm-up, then constant, or linear or cosine decay that ends at 0 after the last step."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = (step - config.warmup_steps - 1) / max(1, steps - config.warmup_steps)
+    return config.lr * (1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class Optimizer:
+    """Updates the trainable parameters of a model from their accumulated gradients."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+        self.config = config
+        self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        assert self.parameters, "nothing to train"
+        self.masters: dict[str, Tensor] = {}
+        for name, p in self.parameters.items():
+            if p.dtype == torch.float32:
+                self.masters[name] = p
+            else:
+                p.grad_dtype = torch.float32
+                self.masters[name] = p.detach().float().clone()
+        masters = list(self.masters.values())
+        if config.name == "sgd":
+            self._inner: torch.optim.Optimizer = torch.optim.SGD(masters, lr=config.lr, weight_decay=config.weight_decay)
+        else:
+            fused = masters[0].device.type in ("cpu", "cuda")
+            self._inner = torch.optim.AdamW(
+                masters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
+            )
+
+    @property
+    def has_masters(self) -> bool:
+        return any(self.masters[name] is not p for name, p in self.parameters.items())
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def zero_grad(self) -> None:
+        for p in self.parameters.values():
+            p.grad = None
+
+    def gradient_norm(self) -> float:
+        """L2 norm over all parameters."""
+        squares = [sum_of_squares(g) for g in self.gradients().values()]
+        return math.sqrt(torch.stack(squares).sum().item()) if squares else 0.0
+
+    def non_finite_gradient(self) -> str | None:
+        """Name of the first parameter whose gradient is not finite."""
+        return next((name for name, g in self.gradients().items() if not g.isfinite().all()), None)
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: float) -> None:
+        """One update at learning rate lr, gradients scaled down to clip_norm when their norm is larger."""
+        assert math.isfinite(norm), norm
+        scale = self.config.clip_norm / (norm + 1e-6) if self.config.clip_norm else 1.0
+        for name, p in self.parameters.items():
+            if p.grad is not None and scale < 1.0:
+                p.grad.mul_(scale)
+            if self.masters[name] is not p:
+                self.masters[name].grad = p.grad
+        for group in self._inner.param_groups:
+            group["lr"] = lr
+        self._inner.step()
+        if self.has_masters:
+            for name, p in self.parameters.items():
+                p.copy_(self.masters[name])
+                self.masters[name].grad = None
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Groups of tensors for a checkpoint: the trained weights, their masters where they differ, the moments."""
+        groups: dict[str, dict[str, Tensor]] = {"weights": {n: p.detach() for n, p in self.parameters.items()}}
+        if self.has_masters:
+            groups["masters"] = dict(self.masters)
+        moments = {}
+        for name, master in self.masters.items():
+            for key, value in self._inner.state.get(master, {}).items():
+                moments[f"{key}:{name}"] = value
+        groups["optimizer"] = moments
+        return groups
+
+    @torch.no_grad()
+    def load(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restores what `tensors` gave, bit for bit."""
+        for name, p in self.parameters.items():
+            p.copy_(groups["weights"][name])
+            if self.masters[name] is not p:
+                self.masters[name].copy_(groups["masters"][name])
+        for key, value in groups["optimizer"].items():
+            moment, name = key.split(":", 1)
+            master = self.masters[name]
+            self._inner.state[master][moment] = value.clone().to(value.device if moment == "step" else master.device)

@@ -1,0 +1,378 @@
+"""From a configuration to a finished run: build the parts, train, save model and report; or go on with a run."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinyllm import models, rewards, tasks
+from tinyllm.callbacks import Callback, RunInfo, RunResult
+from tinyllm.config import GRPOConfig
+from tinyllm.configio import to_dict
+from tinyllm.engine.engine import Engine
+from tinyllm.engine.head import Policy
+from tinyllm.engine.probe import probe
+from tinyllm.errors import ConfigError, DataError, RunError, TrainingStopped
+from tinyllm.files import write_errors
+from tinyllm.hashing import hash_bytes, hash_file, hash_json, hash_tensors
+from tinyllm.manifest import build_manifest
+from tinyllm.post.evaluation import evaluator
+from tinyllm.post.optimizer import Optimizer
+from tinyllm.post.source import InlineSource, PromptOrder
+from tinyllm.post.trainer import Progress, Trainer
+from tinyllm.post.update import Scorer, Updater, adapter_off_scorer, model_scorer
+from tinyllm.records import Group, Revision, SamplingParams
+from tinyllm.rundir import RunDir, new_run_path
+
+
+def grpo(
+    config: GRPOConfig, *, reward: Callable[..., Any] | None = None, callbacks: Sequence[Callback] = ()
+) -> RunResult:
+    """Train by group relative policy optimization; returns where the results are.
+
+    reward: a reward function as a Python object, instead of config.reward.functions. Raises the errors of errors.py:
+    before any work for a user's mistake, later with everything saved.
+    """
+    path = Path(config.run.dir) if config.run.dir else new_run_path()
+    with write_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+    parts = _Parts(config, reward, callbacks)
+    try:
+        with RunDir.create(path, parts.manifest()) as run:
+            return parts.train(run, Progress(), recorded=[])
+    finally:
+        parts.close()
+
+
+def resume(path: str | Path, *, callbacks: Sequence[Callback] = ()) -> RunResult:
+    """Go on with a run that was stopped: it ends as it would have without the stop. Raises RunError."""
+    with RunDir.open(path) as run:
+        parts = _Parts(run.config, None, callbacks)
+        try:
+            parts.require_same_start(run)
+            progress = Progress()
+            if run.checkpoints.steps():
+                _, tensors, state = run.load_checkpoint()
+                parts.optimizer.load(tensors)
+                progress = Progress(**state)
+            return parts.train(run, progress, recorded=run.take_recorded(progress.step))
+        finally:
+            parts.close()
+
+
+class _Parts:
+    """Everything a run is made of, built in the order in which mistakes are cheapest to find."""
+
+    def __init__(self, config: GRPOConfig, reward: Callable[..., Any] | None, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = callbacks
+        _check(config)
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        judged = config.reward if reward is None else replace(config.reward, functions=(reward,))
+        self.config = config if reward is None else _with_reward_name(config, reward)
+        self._phase("reading the data")
+        self.tokenizer = models.load_tokenizer(config.model.name)
+        self.data = tasks.load(replace(config, reward=judged), self.tokenizer)
+        _check_data(config, self.data)
+        self.verify = rewards.make_verify(judged, self.data, self.tokenizer)
+        try:
+            self._load_model()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.verify.close()
+
+    def _phase(self, phase: str) -> None:
+        for callback in self.callbacks:
+            callback.on_phase(phase)
+
+    def _load_model(self) -> None:
+        config = self.config
+        self._phase("loading the model")
+        model: Any = models.load_model(config.model.name, config.model.dtype, config.model.device, config=config)
+        self.start_hash = models.content_hash(model)
+        if config.lora.rank:
+            model = models.add_lora(model, config.lora.rank, config.lora.alpha, config.lora.targets, seed=config.seed)
+        self.policy = Policy(model)
+        self.policy.check()
+        if config.model.gradient_checkpointing:
+            _checkpoint_layers(self.policy)
+        self.probe = probe(self.policy.head_weight.dtype, self.policy.device.type)
+        self.engine = Engine(
+            self.policy, self.tokenizer, max_batch=config.sampling.max_batch, cache_tokens=config.sampling.cache_tokens
+        )
+        s = config.sampling
+        self.params = SamplingParams(
+            max_new_tokens=s.max_new_tokens,
+            n=s.group_size,
+            temperature=s.temperature,
+            stop_token_ids=models.stop_token_ids(self.tokenizer, self.policy.causal),
+            stop_strings=s.stop_strings,
+            seed=config.seed,
+        )
+        self.engine.slots([*self.data.train, *self.data.held_out], self.params)
+        self.reference = self._reference()
+        self.optimizer = Optimizer(model.named_parameters(), config.optimizer)
+        self.updater = Updater(self.policy, self.optimizer, config, self.reference)
+
+    def _reference(self) -> Scorer | None:
+        """Scores under the policy the KL is measured against: the start policy, or another model by name."""
+        config = self.config
+        temperature, budget = config.sampling.temperature, config.train.tokens_per_microbatch
+        if config.model.reference:
+            other = models.load_model(config.model.reference, config.model.dtype, config.model.device)
+            if other.config.get_text_config().vocab_size != self.policy.config.vocab_size:
+                raise ConfigError(
+                    f"model.reference = {config.model.reference!r} has another vocabulary than {config.model.name!r}; "
+                    "choose a model of the same family"
+                )
+            return model_scorer(Policy(other.requires_grad_(False)), temperature, budget)
+        if config.lora.rank:
+            return adapter_off_scorer(self.policy, temperature, budget)
+        if not (config.objective.beta or config.eval.every):
+            return None
+        return model_scorer(Policy(copy.deepcopy(self.policy.model).requires_grad_(False)), temperature, budget)
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    def manifest(self) -> dict[str, Any]:
+        template = self.tokenizer.chat_template
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        return build_manifest(
+            to_dict(self.config),
+            hashes={
+                "weights": self.start_hash,
+                "tokenizer": hash_bytes(backend.to_str().encode()) if backend else hash_json(self.tokenizer.get_vocab()),
+                "chat_template": hash_bytes(template.encode()) if isinstance(template, str) else None,
+                "data": self.data.hash,
+                "verifier": _verifier_hash(self.verify.parts),
+            },
+            probe={name: {"holds": holds, "tried": detail} for name, (holds, detail, _) in self.probe.items()},
+            facts={
+                "train_prompts": len(self.data.train),
+                "held_out_prompts": len(self.data.held_out),
+                "skipped_rows": len(self.data.skipped),
+                "parameters": sum(p.numel() for p in self.optimizer.parameters.values()),
+                "dtype": str(self.policy.head_weight.dtype).removeprefix("torch."),
+                "device": self.policy.device.type,
+                "stop_token_ids": list(self.params.stop_token_ids),
+            },
+        )
+
+    def require_same_start(self, run: RunDir) -> None:
+        """A resumed run starts from the model and the data it was started with."""
+        now = self.manifest()["hashes"]
+        for name, was in run.manifest["hashes"].items():
+            if now.get(name) != was:
+                raise RunError(
+                    f"{run.path}: the {name.replace('_', ' ')} changed since the run was started "
+                    f"(hash {now.get(name)} instead of {was}); put it back, or start a new run"
+                )
+
+    def weights_hash(self) -> str:
+        if self.config.lora.rank:
+            trained = hash_tensors({n: p.detach() for n, p in self.optimizer.parameters.items()})
+            return hash_json([self.start_hash, trained])
+        return models.content_hash(self.policy.model)
+
+    def train(self, run: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
+        config = self.config
+        self.engine.publish(Revision(progress.step, self.weights_hash()))
+        order = PromptOrder(self.data.train, _data_seed(config), progress.position)
+        with _stop_signals() as stop_requested:
+            trainer = Trainer(
+                run=run,
+                config=config,
+                optimizer=self.optimizer,
+                updater=self.updater,
+                weights_hash=self.weights_hash,
+                evaluate=self._evaluator(),
+                keep_best=lambda step: models.save_model(self.policy.model, self.tokenizer, run.path / "best"),
+                callbacks=self.callbacks,
+                progress=progress,
+                recorded=frozenset(recorded),
+                position=lambda: order.position,
+                stop_requested=stop_requested,
+            )
+            info = RunInfo(run.path, config, progress.step + 1, self.manifest()["facts"])
+            for callback in self.callbacks:
+                callback.on_start(info)
+            result: RunResult | None = None
+            try:
+                if progress.step == 0:
+                    trainer.first_evaluation()
+                first = progress.step + 1 + len(recorded)
+                inline = InlineSource(
+                    self.engine, order, self.params, self.verify, config, first_step=first, on_phase=self._phase
+                )
+                if not _stopped_early(trainer):
+                    trainer.loop(_Resumed(run, order, recorded, inline))
+                result = self._finish(run, trainer)
+            except TrainingStopped:
+                trainer.save()
+                raise
+            finally:
+                for callback in self.callbacks:
+                    callback.on_end(result)
+        return result
+
+    def _evaluator(self) -> Callable[[int, Sequence[Group]], dict[str, Any] | None]:
+        prompts = self.data.held_out[: self.config.eval.prompts or None]
+        greedy = replace(self.params, n=1, temperature=0.0)
+        return evaluator(self.engine, prompts, greedy, self.verify, self.reference)
+
+    def _finish(self, run: RunDir, trainer: Trainer) -> RunResult:
+        from tinyllm.report import write_report
+
+        self._phase("saving the model")
+        models.save_model(self.policy.model, self.tokenizer, run.path / "model")
+        run.checkpoints.wait()
+        evals = run.metrics("eval")
+        return RunResult(
+            run_dir=run.path,
+            before=evals[0] if evals else None,
+            after=evals[-1] if evals else None,
+            plot=write_report(run),
+            model_dir=run.path / "model",
+            best_step=trainer.progress.best_step,
+        )
+
+
+@dataclass
+class _Resumed:
+    """The recorded steps first, from the record; then whatever is sampled."""
+
+    run: RunDir
+    order: PromptOrder
+    recorded: Sequence[int]
+    inline: InlineSource
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self.inline.seconds
+
+    def publish(self, revision: Revision) -> None:
+        self.inline.publish(revision)
+
+    def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
+        for step in self.recorded:
+            groups = self.run.read_groups(step)
+            self.order.position += len(groups)
+            yield step, groups
+        yield from self.inline
+
+
+def _stopped_early(trainer: Trainer) -> bool:
+    patience = trainer.config.train.early_stop_evals
+    return bool(patience) and trainer.progress.evals_without_best >= patience
+
+
+def _data_seed(config: GRPOConfig) -> int:
+    return config.seed if config.data.seed is None else config.data.seed
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C or SIGTERM asks the loop to stop after its step; a second one stops at once."""
+    requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield requested.is_set
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if requested.is_set():
+            raise KeyboardInterrupt
+        requested.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requested.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check(config: GRPOConfig) -> None:
+    s = config.sampling
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if getattr(s, name) != off:
+            raise ConfigError(
+                f"sampling.{name} = {getattr(s, name)}: completions would be drawn from other probabilities than are trained; "
+                f"leave it off ({off}) and use sampling.temperature"
+            )
+
+
+def _check_data(config: GRPOConfig, data: Any) -> None:
+    if len(data.train) < config.train.prompts_per_step:
+        raise DataError(
+            f"{data.name}: {len(data.train)} prompts to train on, fewer than one batch (train.prompts_per_step = "
+            f"{config.train.prompts_per_step}); lower it or give more rows"
+        )
+    longest = max(data.train, key=lambda p: len(p.token_ids))
+    need = len(longest.token_ids) + config.sampling.max_new_tokens - 1
+    if need > config.train.tokens_per_microbatch:
+        raise ConfigError(
+            f"train.tokens_per_microbatch = {config.train.tokens_per_microbatch} cannot hold prompt {longest.id} with a completion "
+            f"of sampling.max_new_tokens = {config.sampling.max_new_tokens}; it needs at least {need}"
+        )
+
+
+def _with_reward_name(config: GRPOConfig, reward: Callable[..., Any]) -> GRPOConfig:
+    """The configuration to record for a reward given as an object: where it can be imported from."""
+    name = f"{getattr(reward, '__module__', '?')}:{getattr(reward, '__qualname__', type(reward).__name__)}"
+    return replace(config, reward=replace(config.reward, functions=(name,)))
+
+
+def _verifier_hash(parts: Sequence[Any]) -> str:
+    """Hash of what judges: settings and weights, tinyllm's verifier code, and the source of reward functions."""
+    code = {p.name: hash_file(p) for p in sorted(Path(rewards.__file__).parent.glob("*.py"))}
+    described = []
+    for part in parts:
+        judge = part.judge
+        if isinstance(judge, rewards.Verifier):
+            described.append([part.name, part.weight, judge.spec])
+        elif isinstance(judge, str):
+            described.append([part.name, part.weight, judge, _module_hash(judge.partition(":")[0])])
+        else:
+            described.append([part.name, part.weight, _source_hash(judge)])
+    return hash_json([code, described])
+
+
+def _module_hash(module: str) -> str | None:
+    import importlib.util
+    import sys
+
+    sys.path.insert(0, "")
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path.pop(0)
+    return hash_file(spec.origin) if spec and spec.origin and Path(spec.origin).exists() else None
+
+
+def _source_hash(function: Any) -> str | None:
+    try:
+        return hash_bytes(inspect.getsource(function).encode())
+    except (OSError, TypeError):
+        return None
+
+
+def _checkpoint_layers(policy: Policy) -> None:
+    """Gradient checkpointing in eval mode: only the layers' own training flag is set, so dropout stays off."""
+    policy.causal.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in policy.causal.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True

@@ -1,0 +1,118 @@
+"""Where the loop's groups come from: sampled and verified now, or read back from the record.
+
+A source yields (step, groups) and takes the new weights' revision back; that is all the loop knows of it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from tinyllm.config import GRPOConfig
+from tinyllm.errors import TrainingStopped
+from tinyllm.post.batch import Rules, has_signal
+from tinyllm.post.grpo import collect_groups
+from tinyllm.records import Completion, Group, Prompt, Revision, SamplingParams, Verdict
+
+
+class Source(Protocol):
+    """Groups, step after step, and the edge back."""
+
+    seconds: dict[str, float]
+    """Where the last step's time went."""
+
+    def __iter__(self) -> Iterator[tuple[int, list[Group]]]: ...
+
+    def publish(self, revision: Revision) -> None: ...
+
+
+class PromptOrder:
+    """Prompts in a seeded order, a new permutation each epoch; `position` is all there is to save."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, position: int = 0) -> None:
+        assert prompts
+        self.prompts, self.seed, self.position = prompts, seed, position
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def take(self, count: int, draws: dict[str, int]) -> list[Prompt]:
+        """The next prompts; `draws` counts how often each row was drawn within the step."""
+        taken = []
+        for _ in range(count):
+            epoch, index = divmod(self.position, len(self.prompts))
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, list(range(len(self.prompts)))
+                random.Random(f"{self.seed}:{epoch}").shuffle(self._order)
+            prompt = self.prompts[self._order[index]]
+            taken.append(replace(prompt, draw=draws.get(prompt.id, 0)))
+            draws[prompt.id] = taken[-1].draw + 1
+            self.position += 1
+        return taken
+
+
+class InlineSource:
+    """Samples with the policy as it is when the step begins, verifies, and hands the groups on.
+
+    With dynamic sampling, groups without signal are replaced by those of further prompts, at most train.max_refills
+    times; every group drawn is handed on and recorded, and make_batch keeps those with signal.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        order: PromptOrder,
+        params: SamplingParams,
+        verify: Callable[..., list[Verdict]],
+        config: GRPOConfig,
+        *,
+        first_step: int = 1,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        self.engine, self.order, self.params, self.verify = engine, order, params, verify
+        self.train, self.rules = config.train, Rules.of(config)
+        self.first_step, self.on_phase = first_step, on_phase
+        self.seconds: dict[str, float] = {}
+
+    def publish(self, revision: Revision) -> None:
+        self.engine.publish(revision)
+
+    def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
+        for step in range(self.first_step, self.train.steps + 1):
+            yield step, self._groups(step)
+
+    def _groups(self, step: int) -> list[Group]:
+        self.seconds = {"sample_s": 0.0, "verify_s": 0.0}
+        draws: dict[str, int] = {}
+        groups = self._collect(step, self.order.take(self.train.prompts_per_step, draws))
+        if not self.rules.dynamic_sampling:
+            return groups
+        for _ in range(self.train.max_refills):
+            missing = self.train.prompts_per_step - sum(has_signal(g, self.rules) for g in groups)
+            if not missing:
+                return groups
+            groups += self._collect(step, self.order.take(missing, draws))
+        if not any(has_signal(g, self.rules) for g in groups):
+            raise TrainingStopped(
+                f"step {step}: none of {len(groups)} groups in {self.train.max_refills + 1} draws has members with different "
+                "rewards, so there is nothing to learn from; use easier or harder prompts, more completions per prompt "
+                "(sampling.group_size), or train.dynamic_sampling = false"
+            )
+        return groups
+
+    def _collect(self, step: int, prompts: list[Prompt]) -> list[Group]:
+        def verify(prompts: list[Prompt], completions: list[Completion]) -> list[Verdict]:
+            begin = time.perf_counter()
+            self.on_phase("verifying")
+            try:
+                return self.verify(prompts, completions, step)
+            finally:
+                self.seconds["verify_s"] += time.perf_counter() - begin
+
+        begin, before = time.perf_counter(), self.seconds["verify_s"]
+        self.on_phase("sampling")
+        groups = collect_groups(self.engine, prompts, replace(self.params, step=step), verify)
+        self.seconds["sample_s"] += time.perf_counter() - begin - (self.seconds["verify_s"] - before)
+        return groups

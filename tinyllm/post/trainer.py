@@ -1,0 +1,242 @@
+"""The training loop, and what it logs.
+
+    for step, groups in source:          sample and verify, or read back from the record
+        run.record(step, groups)         on disk before it is trained on
+        batch = make_batch(groups)       advantages
+        update(batch)                    objective, step
+        source.publish(revision)         the edge back
+        run.log(metrics)
+
+Everything with a user's eye on it (evaluation, display, trackers) is handed in.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinyllm.callbacks import Callback, Interrupted
+from tinyllm.config import GRPOConfig
+from tinyllm.errors import TrainingStopped
+from tinyllm.hashing import hash_json
+from tinyllm.post.batch import Batch, Rules, make_batch
+from tinyllm.post.optimizer import Optimizer, learning_rate
+from tinyllm.post.source import Source
+from tinyllm.post.update import Updater, UpdateResult
+from tinyllm.records import Group, Revision
+from tinyllm.rundir import RunDir
+
+Evaluate = Callable[[int, Sequence[Group]], dict[str, Any] | None]
+"""(step, that step's groups) -> an eval line, or None when there is nothing to evaluate."""
+
+
+@dataclass
+class Progress:
+    """What of a run's course is saved in checkpoints, besides tensors."""
+
+    step: int = 0
+    position: int = 0
+    """Prompts taken from the order."""
+    non_finite: int = 0
+    """Steps in a row whose loss or gradient was not finite."""
+    best: float | None = None
+    best_step: int | None = None
+    evals_without_best: int = 0
+
+
+@dataclass
+class Trainer:
+    """The state of one run and its loop."""
+
+    run: RunDir
+    config: GRPOConfig
+    optimizer: Optimizer
+    updater: Updater
+    weights_hash: Callable[[], str]
+    evaluate: Evaluate
+    keep_best: Callable[[int], None]
+    callbacks: Sequence[Callback] = ()
+    progress: Progress = field(default_factory=Progress)
+    recorded: frozenset[int] = frozenset()
+    """Steps whose rollouts are on disk already (a resumed run trains them from the record)."""
+    position: Callable[[], int] = lambda: 0
+    """Prompts the source has taken so far."""
+    stop_requested: Callable[[], bool] = lambda: False
+
+    def loop(self, source: Source) -> None:
+        """Trains until the source ends. Raises Interrupted or TrainingStopped with everything saved."""
+        config, rules = self.config, Rules.of(self.config)
+        clock = time.perf_counter()
+        for step, groups in source:
+            timing = {"step": step, **source.seconds}
+            timing["record_s"] = self._timed(lambda: self._record(step, groups))
+            begin = time.perf_counter()
+            self._tell("on_phase", "training")
+            batch = make_batch(groups, rules)
+            lr = learning_rate(config.optimizer, step, config.train.steps)
+            result = self.updater(batch, lr)
+            timing["update_s"] = time.perf_counter() - begin
+            begin = time.perf_counter()
+            revision = Revision(step, self.weights_hash())
+            source.publish(revision)
+            timing["publish_s"] = time.perf_counter() - begin
+            self.progress.step, self.progress.position = step, self.position()
+            metrics = step_metrics(step, groups, batch, result, revision, lr)
+            self.run.log(metrics)
+            timing |= {"step_s": time.perf_counter() - clock, "sampled_tokens": sampled_tokens(groups)}
+            timing |= {"peak_memory_bytes": peak_memory_bytes(), "time": time.time()}
+            self.run.log_timing(timing)
+            for callback in self.callbacks:
+                callback.on_step(metrics, timing, groups)
+            self._count_non_finite(result)
+            stop = self._evaluate(step, groups)
+            last = step == config.train.steps or stop or self.stop_requested()
+            if last or step % config.run.checkpoint_every == 0:
+                self._tell("on_phase", "saving")
+                self.save()
+            if self.stop_requested() and step < config.train.steps:
+                raise Interrupted(self.run.path, step)
+            if stop:
+                return
+            clock = time.perf_counter()
+
+    def save(self) -> None:
+        """A checkpoint of the current step."""
+        self.run.save_checkpoint(self.progress.step, self.optimizer.tensors(), vars(self.progress))
+
+    def first_evaluation(self) -> None:
+        """The line of step 0, before any training."""
+        self._log_eval(0, ())
+
+    def _record(self, step: int, groups: Sequence[Group]) -> None:
+        if step not in self.recorded:
+            self.run.record(step, groups)
+
+    def _count_non_finite(self, result: UpdateResult) -> None:
+        self.progress.non_finite = self.progress.non_finite + 1 if result.non_finite else 0
+        if self.progress.non_finite >= self.config.train.max_nonfinite:
+            self.save()
+            raise TrainingStopped(
+                f"{self.progress.non_finite} steps in a row had a non-finite loss or gradient, last in {result.non_finite}; the "
+                f"weights are those before them. Lower optimizer.lr or check the rewards in {self.run.path}"
+            )
+
+    def _evaluate(self, step: int, groups: Sequence[Group]) -> bool:
+        """Evaluates when it is time; True when early stopping says so."""
+        every, last = self.config.eval.every, step == self.config.train.steps
+        if not (last or (every and step % every == 0)):
+            return False
+        score = self._log_eval(step, groups)
+        if score is None:
+            return False
+        progress = self.progress
+        if progress.best is None or score > progress.best:
+            progress.best, progress.best_step, progress.evals_without_best = score, step, 0
+            if not last:
+                self.keep_best(step)
+        else:
+            progress.evals_without_best += 1
+        patience = self.config.train.early_stop_evals
+        return bool(patience) and progress.evals_without_best >= patience
+
+    def _log_eval(self, step: int, groups: Sequence[Group]) -> float | None:
+        self._tell("on_phase", "evaluating")
+        row = self.evaluate(step, groups)
+        if row is None:
+            return None
+        self.run.log(row)
+        for callback in self.callbacks:
+            callback.on_eval(row)
+        return row["reward_mean"] if row["correct"] is None else row["correct"] / max(1, row["prompts"])
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, name)(*arguments)
+
+    @staticmethod
+    def _timed(work: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+
+def step_metrics(
+    step: int, groups: Sequence[Group], batch: Batch, result: UpdateResult, revision: Revision, lr: float
+) -> dict[str, Any]:
+    """One line of metrics.jsonl; see callbacks.py for the keys. Means over nothing are None, never NaN."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    values = [r.verdict.value for r in rollouts if r.verdict.value is not None]
+    correct = [dict(r.verdict.parts)["correct"] for r in rollouts if "correct" in dict(r.verdict.parts)]
+    done = [r.completion for r in rollouts if r.completion.finish_reason != "error"]
+    stats = result.stats
+    live = stats.tokens > 0
+    zero = [i for i, g in enumerate(batch.groups) if not _any_signal(batch, i, len(g.rollouts))]
+    unscored: dict[str, int] = {}
+    for r in rollouts:
+        if r.verdict.value is None:
+            unscored[r.verdict.reason or "?"] = unscored.get(r.verdict.reason or "?", 0) + 1
+    parts: dict[str, list[float]] = {}
+    for r in rollouts:
+        for name, value in r.verdict.parts:
+            parts.setdefault(name, []).append(value)
+    return {
+        "step": step,
+        "revision": str(revision),
+        "loss": result.loss if batch.has_signal else 0.0,
+        "reward_mean": _mean(values),
+        "reward_std": statistics.pstdev(values) if values else None,
+        "reward_parts": {name: _mean(x) for name, x in parts.items()},
+        "accuracy": _mean(correct),
+        "kl": stats.kl,
+        "clip_fraction_low": stats.clip_fraction_low if live else None,
+        "clip_fraction_high": stats.clip_fraction_high if live else None,
+        "ratio_mean": stats.ratio_mean if live else None,
+        "ratio_max": stats.ratio_max if live else None,
+        "entropy": result.entropy,
+        "completion_length": _mean([len(c.token_ids) for c in done]),
+        "truncated": _mean([c.finish_reason == "length" for c in done]),
+        "zero_advantage": len(zero) / len(batch.groups) if batch.groups else None,
+        "groups_drawn": len(groups),
+        "groups_trained": len(batch.groups) - len(zero),
+        "unscored": sum(unscored.values()),
+        "unscored_reasons": unscored,
+        "grad_norm": result.grad_norm if result.non_finite is None else None,
+        "lr": lr,
+        "tokens": int(stats.tokens),
+        "updates": result.updates,
+        "non_finite": result.non_finite,
+        "sampler_equal": stats.sampler_equal_share,
+        "sampler_gap": stats.sampler_gap,
+        "sampler_gap_max": stats.gap_max if live else None,
+        "denominator": batch.denominator,
+        "microbatches": [list(rows) for rows in batch.microbatches],
+        "hashes": {
+            "verdicts": hash_json([[r.verdict.value, r.verdict.reason, r.verdict.answer, r.verdict.parts] for r in rollouts]),
+            **result.hashes,
+            "weights": revision.hash,
+        },
+    }
+
+
+def _any_signal(batch: Batch, group: int, size: int) -> bool:
+    start = sum(len(g.rollouts) for g in batch.groups[:group])
+    return bool((batch.advantages[start : start + size] != 0).any())
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def sampled_tokens(groups: Sequence[Group]) -> int:
+    return sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

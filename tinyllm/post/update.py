@@ -1,0 +1,202 @@
+"""The hop from a batch to new weights: forward, objective, backward, optimizer step.
+
+Micro-batches change nothing but memory: every row is scored with the same bits whatever it is packed with, and the
+denominator is that of the whole step. A step whose loss or gradient is not finite leaves the weights as they were.
+
+Legend: B rows, T completion tokens (padded), P predicted tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tinyllm.config import GRPOConfig
+from tinyllm.engine.head import Policy
+from tinyllm.hashing import hash_tensor, hash_tensors
+from tinyllm.post.batch import Batch, pick
+from tinyllm.post.grpo import PRESETS, ObjectiveStats, clipped_objective
+from tinyllm.post.logprobs import pack_targets, score
+from tinyllm.post.optimizer import Optimizer
+
+Scorer = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], list[Tensor]]
+"""(prompt ids, completion ids) pairs -> log-probabilities of each completion, without gradient."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one batch did. Sums and means are over the trained rows that have a gradient."""
+
+    stats: ObjectiveStats
+    """Of the last update of the batch; the sampler gap is that of the first."""
+    loss: float
+    grad_norm: float
+    entropy: float | None
+    updates: int
+    """Optimizer steps taken; 0 when the batch had no signal or was not finite."""
+    non_finite: str | None = None
+    """Where the first non-finite number was, or None."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def objective_axes(config: GRPOConfig) -> dict[str, Any]:
+    """Keyword arguments of clipped_objective: the preset's row with the configuration's own choices over it."""
+    preset, chosen = PRESETS[config.objective.preset], config.objective
+    axes = {
+        name: pick(getattr(chosen, name), getattr(preset, name))
+        for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip", "kl", "aggregate")
+    }
+    axes |= {name: getattr(chosen, name) for name in ("beta", "sampler_correction", "sampler_mode", "sampler_cap")}
+    axes["constant_length"] = pick(chosen.constant_length, config.sampling.max_new_tokens)
+    return axes
+
+
+class Updater:
+    """Turns batches into optimizer steps."""
+
+    def __init__(self, policy: Policy, optimizer: Optimizer, config: GRPOConfig, reference: Scorer | None = None) -> None:
+        self.policy, self.optimizer, self.config = policy, optimizer, config
+        self.axes = objective_axes(config)
+        self.reference = reference if self.axes["beta"] > 0 else None
+        assert self.axes["beta"] == 0 or reference is not None, "a KL term needs a reference"
+
+    def __call__(self, batch: Batch, lr: float) -> UpdateResult:
+        """config.train.updates_per_batch optimizer steps over the whole batch; old log-probabilities are the first pass's."""
+        old: dict[int, Tensor] = {}
+        references: dict[int, Tensor] = {}
+        gap = ObjectiveStats()
+        result = UpdateResult(ObjectiveStats(), 0.0, 0.0, None, 0)
+        for number in range(self.config.train.updates_per_batch if batch.has_signal else 0):
+            self.optimizer.zero_grad()
+            result = self._accumulate(batch, old, references, result.updates)
+            if number == 0:
+                gap = result.stats
+            if result.non_finite is None:
+                self.optimizer.step(lr, result.grad_norm)
+                result = replace(result, updates=number + 1)
+            else:
+                break
+        self.optimizer.zero_grad()
+        hashes = {**result.hashes, "logprobs": hash_tensor(_joined(old)), "advantages": hash_tensor(batch.advantages)}
+        return replace(result, stats=_with_gap(result.stats, gap), hashes=hashes)
+
+    def _accumulate(
+        self, batch: Batch, old: dict[int, Tensor], references: dict[int, Tensor], updates: int
+    ) -> UpdateResult:
+        loss, entropy_sum, entropy_count, stats = 0.0, 0.0, 0, ObjectiveStats()
+        trouble = None
+        for rows in batch.microbatches:
+            part, part_stats, entropy = self._backward(batch, rows, old, references)
+            if not math.isfinite(part) and trouble is None:
+                trouble = _locate(batch, rows, old, part)
+            loss += part
+            stats = stats + part_stats
+            entropy_sum += float(entropy.sum(dtype=torch.float64))
+            entropy_count += len(entropy)
+        norm = self.optimizer.gradient_norm()
+        if trouble is None and not math.isfinite(norm):
+            trouble = f"gradient of {self.optimizer.non_finite_gradient()}"
+        gradient = hash_tensors(self.optimizer.gradients()) if trouble is None else ""
+        entropy_mean = entropy_sum / entropy_count if entropy_count else None
+        return UpdateResult(stats, loss, norm, entropy_mean, updates, trouble, {"gradient": gradient})
+
+    def _backward(
+        self, batch: Batch, rows: tuple[int, ...], old: dict[int, Tensor], references: dict[int, Tensor]
+    ) -> tuple[float, ObjectiveStats, Tensor]:
+        sequences = [(batch.prompts[row], batch.rollouts[row].completion.token_ids) for row in rows]
+        device = self.policy.device
+        logp, entropy = score(self.policy, pack_targets(sequences, device), self.config.sampling.temperature)
+        lengths = [len(completion) for _, completion in sequences]
+        parts = logp.split(lengths)
+        for row, part in zip(rows, parts, strict=True):
+            old.setdefault(row, part.detach())
+        if self.reference is not None and rows[0] not in references:
+            references.update(zip(rows, self.reference(sequences), strict=True))
+        sampler = [torch.tensor(batch.rollouts[row].completion.logprobs, dtype=torch.float32, device=device) for row in rows]
+        loss, stats = clipped_objective(
+            _padded(parts),
+            _padded([old[row] for row in rows]),
+            batch.advantages[list(rows)].to(device, torch.float32),
+            _mask(lengths, device),
+            logp_ref=_padded([references[row] for row in rows]) if self.reference is not None else None,
+            logp_sampler=_padded(sampler),
+            denominator=batch.denominator,
+            **self.axes,
+        )
+        loss.backward()
+        return loss.item(), stats, entropy
+
+
+def model_scorer(policy: Policy, temperature: float, budget: int) -> Scorer:
+    """Scores with a whole model, at most `budget` rows' worth of tokens at a time (rows are few: one pass each)."""
+
+    @torch.no_grad()
+    def scorer(sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+        out: list[Tensor] = []
+        part: list[tuple[Sequence[int], Sequence[int]]] = []
+        tokens = 0
+        for sequence in [*sequences, None]:
+            size = 0 if sequence is None else len(sequence[0]) + len(sequence[1])
+            if part and (sequence is None or tokens + size > budget):
+                logp, _ = score(policy, pack_targets(part, policy.device), temperature)
+                out.extend(logp.split([len(c) for _, c in part]))
+                part, tokens = [], 0
+            if sequence is not None:
+                part.append(sequence)
+                tokens += size
+        return out
+
+    return scorer
+
+
+def adapter_off_scorer(policy: Policy, temperature: float, budget: int) -> Scorer:
+    """Scores with the adapters switched off: the start policy of a LoRA run."""
+    inner = model_scorer(policy, temperature, budget)
+
+    def scorer(sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+        with policy.model.disable_adapter() if hasattr(policy.model, "disable_adapter") else contextlib.nullcontext():
+            return inner(sequences)
+
+    return scorer
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    """[P_1], [P_2], ... -> [B, T]."""
+    return pad_sequence(list(parts), batch_first=True)
+
+
+def _mask(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
+
+
+def _joined(old: dict[int, Tensor]) -> Tensor:
+    """The first pass's log-probabilities in row order."""
+    return torch.cat([old[row] for row in sorted(old)]) if old else torch.empty(0)
+
+
+def _locate(batch: Batch, rows: tuple[int, ...], old: dict[int, Tensor], loss: float) -> str:
+    """Row, token and prompt of the first non-finite log-probability of a micro-batch."""
+    for row in rows:
+        bad = (~old[row].isfinite()).nonzero()
+        if len(bad):
+            completion = batch.rollouts[row].completion
+            return (
+                f"log-probability of token {int(bad[0])} (id {completion.token_ids[int(bad[0])]}) of row {row}, "
+                f"prompt {completion.prompt_id!r} sample {completion.sample}"
+            )
+    prompts = sorted({batch.rollouts[row].completion.prompt_id for row in rows})
+    return f"loss {loss} of rows {rows[0]} to {rows[-1]}, prompts {', '.join(prompts)}"
+
+
+def _with_gap(stats: ObjectiveStats, first: ObjectiveStats) -> ObjectiveStats:
+    """The sampler gap is that of the first pass, when the weights were the sampler's."""
+    names = ("gap_tokens", "gap_sum", "gap_max", "gap_equal", "weight_sum")
+    return replace(stats, **{name: getattr(first, name) for name in names})
