@@ -31,6 +31,7 @@ Row = Mapping[str, Any]
 FAMILIES = {
     "format": ("tinyllm.rewards.format", "FormatVerifier"),
     "arithmetic": ("tinyllm.rewards.arithmetic", "ArithmeticVerifier"),
+    "math": ("tinyllm.rewards.math", "MathVerifier"),
     "json": ("tinyllm.rewards.json_schema", "JsonVerifier"),
     "instructions": ("tinyllm.rewards.instructions", "InstructionVerifier"),
 }

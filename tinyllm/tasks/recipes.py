@@ -31,7 +31,7 @@ RECIPES = {
     ),
     "math": Recipe(
         {"prompt": "problem", "answer": "solution"},
-        "math:rule=boxed",
+        "math:rule=boxed,units=waive",
         "Solve the problem step by step. Put the final answer in \\boxed{}.",
         "rows {problem, solution}; the solution holds the answer in \\boxed{} (needs the [math] extra)",
     ),
