@@ -15,7 +15,17 @@ from tinyllm.cli import COMMANDS, main
 from tinyllm.config import GRPOConfig
 from tinyllm.configio import options
 from tinyllm.errors import ConfigError, TrainingStopped
-from tinyllm.progress import LiveProgress, PlainProgress, clip, duration, sample_line, samples, sparkline
+from tinyllm.progress import (
+    LiveProgress,
+    PlainProgress,
+    accuracy,
+    clip,
+    duration,
+    sample_line,
+    samples,
+    score_name,
+    sparkline,
+)
 from tinyllm.records import Verdict
 from tinyllm.rundir import RunDir
 from tinyllm.trackers import Tracker, numbers_of
@@ -159,7 +169,7 @@ def test_grpo_passes_the_configuration_and_ends_with_the_summary(trainer, tmp_pa
         "parameters 134.5M, dtype float32",
         f"run directory {tmp_path / 'run'}",
     ]
-    assert out[4] == "step 0  held-out accuracy 0.14 [0.10, 0.20]  (23 of 162)"
+    assert out[4] == "step 0  held-out accuracy 0.14 [0.10, 0.20]  (23 of 162 prompts)"
     assert out[5].startswith("step 1/2  reward 0.50  sampler = trainer 100%  1,500 tokens/s  2.0 s  0:0")
     assert out[-5:] == [
         "held-out accuracy before  0.14 [0.10, 0.20]",
@@ -249,6 +259,12 @@ def test_plain_lines_without_a_terminal(tmp_path):
     console.file.close()
     assert text.count("\nstep 1/40") == 1
     assert "\x1b" not in text
+
+
+def test_a_reward_without_a_notion_of_correct():
+    row = {"step": 3, "correct": None, "prompts": 9, "reward_mean": -0.25}
+    assert (score_name(row), accuracy(row)) == ("held-out reward", "-0.25")
+    assert accuracy({"correct": None, "prompts": 0, "reward_mean": None}) == "nothing scored"
 
 
 def test_words_and_numbers():

@@ -5,9 +5,9 @@ from PIL import Image
 from run_samples import manifest
 from scipy.stats import binomtest
 
-from tinyllm.report import accuracy_interval, write_report
+from tinyllm.report import write_report
 from tinyllm.rundir import RunDir
-from tinyllm.stats import wilson
+from tinyllm.stats import held_out_score, wilson
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,16 @@ def test_report_of_a_run_at_any_point(tmp_path, steps):
     assert write_report(RunDir.read(tmp_path / "run")).read_bytes() == first, "the same metrics give the same picture"
 
 
-def test_interval_of_an_evaluation():
-    accuracy, low, high = accuracy_interval({"correct": 138, "prompts": 162})
+def test_score_of_an_evaluation():
+    accuracy, low, high = held_out_score({"correct": 138, "prompts": 162, "reward_mean": 0.7})
     assert (round(accuracy, 3), round(low, 3), round(high, 3)) == (0.852, 0.789, 0.898)
+    assert held_out_score({"correct": None, "prompts": 9, "reward_mean": -0.5}) == (-0.5, -0.5, -0.5)
+    assert held_out_score({"correct": None, "prompts": 0, "reward_mean": None}) is None
+
+
+def test_report_of_a_reward_without_a_notion_of_correct(tmp_path):
+    with RunDir.create(tmp_path / "run", manifest()) as run:
+        for step in (0, 1):
+            run.log({"step": step, "kind": "eval", "correct": None, "prompts": 9, "reward_mean": -2.0 + step})
+        run.log({"step": 1, "reward_mean": -1.5, "accuracy": None})
+        assert write_report(run).stat().st_size > 10_000

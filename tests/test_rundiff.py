@@ -9,7 +9,7 @@ from tinyllm.records import Verdict
 from tinyllm.rundiff import compare_runs
 from tinyllm.rundir import RunDir
 
-HASHES = ("verdict_hash", "advantage_hash", "logprob_hash", "gradient_hash", "weights_hash")
+HASHES = ("verdicts", "advantages", "logprobs", "gradient", "weights")
 
 
 def make_run(path, steps=3, change=None, metrics=None, config=CONFIG, evals=True):
@@ -24,8 +24,10 @@ def make_run(path, steps=3, change=None, metrics=None, config=CONFIG, evals=True
                 rollouts[0] = change(rollouts[0])
                 groups[1] = replace(groups[1], rollouts=tuple(rollouts))
             run.record(step, groups)
-            row = {"step": step, "loss": 0.1, "lr": 1e-5} | {name: f"{step}{name}" for name in HASHES}
-            run.log(row | (metrics or {} if step == 2 else {}))
+            row = {"step": step, "loss": 0.1, "lr": 1e-5, "hashes": {name: f"{step} {name}" for name in HASHES}}
+            for name, value in (metrics or {}).items() if step == 2 else ():
+                (row["hashes"] if name in HASHES else row)[name] = value
+            run.log(row)
     return RunDir.read(path)
 
 
@@ -81,11 +83,12 @@ def test_a_logprob_off_by_one_bit_is_located(tmp_path):
 @pytest.mark.parametrize(
     ("metrics", "hop", "what"),
     [
-        ({"advantage_hash": "x", "loss": 0.2}, "advantage", "advantage_hash"),
-        ({"logprob_hash": "x", "weights_hash": "y"}, "log-probability", "logprob_hash"),
-        ({"loss": 0.1 + 1e-17 + 2e-17}, "loss", "loss"),
-        ({"gradient_hash": "x", "weights_hash": "y"}, "gradient", "gradient_hash"),
-        ({"weights_hash": "y"}, "update", "weights_hash"),
+        ({"verdicts": "x", "loss": 0.2}, "verify", "hashes.verdicts"),
+        ({"advantages": "x", "loss": 0.2}, "advantage", "hashes.advantages"),
+        ({"logprobs": "x", "weights": "y"}, "log-probability", "hashes.logprobs"),
+        ({"loss": 0.1 + 2e-17, "gradient": "x"}, "loss", "loss"),
+        ({"gradient": "x", "weights": "y"}, "gradient", "hashes.gradient"),
+        ({"weights": "y"}, "update", "hashes.weights"),
         ({"lr": 2e-5}, "metrics", "lr"),
     ],
 )

@@ -19,7 +19,7 @@ from rich.text import Text
 from tinyllm.callbacks import Callback, RunInfo, RunResult
 from tinyllm.config import GRPOConfig
 from tinyllm.records import Group, Prompt, Rollout
-from tinyllm.stats import wilson
+from tinyllm.stats import held_out_score
 
 SPARKS = "▁▂▃▄▅▆▇█"
 LAST_STEPS = 10
@@ -66,7 +66,10 @@ class PlainProgress(Callback):
             self.say(f"    {sample_line(prompt, rollout, 100)}")
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
-        self.say(f"step {row['step']}  held-out accuracy {accuracy(row)}  ({row['correct']} of {row['prompts']})")
+        count = (
+            f"{row['correct']} of {row['prompts']}" if row.get("correct") is not None else f"{row['prompts']} prompts"
+        )
+        self.say(f"step {row['step']}  {score_name(row)} {accuracy(row)}  ({right}{row['prompts']} prompts)")
         if not self.seconds:
             self.last = time.monotonic()  # the evaluation before training is no part of a step
 
@@ -187,9 +190,17 @@ def numbers(metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> list[str]:
 
 
 def accuracy(row: Mapping[str, Any]) -> str:
-    """0.85 [0.79, 0.90] from an evaluation's counts."""
-    low, high = wilson(row["correct"], row["prompts"])
-    return f"{row['correct'] / max(row['prompts'], 1):.2f} [{low:.2f}, {high:.2f}]"
+    """0.85 [0.79, 0.90] from an evaluation's counts; the mean reward where nothing says what is correct."""
+    score = held_out_score(row)
+    if score is None:
+        return "nothing scored"
+    interval = f" [{score[1]:.2f}, {score[2]:.2f}]" if row.get("correct") is not None else ""
+    return f"{score[0]:.2f}{interval}"
+
+
+def score_name(row: Mapping[str, Any]) -> str:
+    """What `accuracy` shows of this row."""
+    return "held-out reward" if row.get("correct") is None else "held-out accuracy"
 
 
 def samples(groups: Sequence[Group], step: int, count: int) -> list[tuple[Prompt, Rollout]]:
@@ -239,11 +250,9 @@ def summary(result: RunResult) -> list[str]:
     """The last lines of a run: accuracy before and after, and where everything is."""
     lines = [""]
     if result.before is not None and result.after is not None:
-        count = result.after["prompts"]
-        lines += [
-            f"held-out accuracy before  {accuracy(result.before)}",
-            f"held-out accuracy after   {accuracy(result.after)}   ({count} prompts, 95% intervals)",
-        ]
+        name = score_name(result.after)
+        note = f"({result.after['prompts']} prompts" + (", 95% intervals)" if "accuracy" in name else ")")
+        lines += [f"{name} before  {accuracy(result.before)}", f"{name} after   {accuracy(result.after)}   {note}"]
     if result.best_step is not None:
         lines.append(f"best at step {result.best_step}")
     lines += [f"run    {result.run_dir}"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from tinyllm.files import write_atomic
 from tinyllm.rundir import RunDir
-from tinyllm.stats import wilson
+from tinyllm.stats import held_out_score
 
 INK, FAINT, BLUE, ORANGE, GREEN = "#222222", "#9a9a9a", "#2563a8", "#d9822b", "#2e8b57"
 STYLE = {
@@ -61,19 +61,15 @@ def write_report(run: RunDir) -> Path:
     return path
 
 
-def accuracy_interval(row: dict[str, Any]) -> tuple[float, float, float]:
-    """(accuracy, low, high) of an evaluation row, from its counts; the interval is Wilson's at 95%."""
-    low, high = wilson(row["correct"], row["prompts"])
-    return row["correct"] / max(row["prompts"], 1), low, high
-
-
 def _title(run: RunDir, train: Rows, evals: Rows) -> str:
     config = run.config
     source = config.data.file or config.data.dataset or config.data.task
     name = Path(config.model.name).name
     parts = [f"{name} on {Path(source).name}", f"{len(train)} steps, {config.objective.preset}, seed {config.seed}"]
-    if len(evals) > 1:
-        parts.append(f"held-out accuracy {accuracy_interval(evals[0])[0]:.2f} → {accuracy_interval(evals[-1])[0]:.2f}")
+    scores = [score for row in evals if (score := held_out_score(row))]
+    if len(scores) > 1:
+        what = "reward" if evals[0].get("correct") is None else "accuracy"
+        parts.append(f"held-out {what} {scores[0][0]:.2f} → {scores[-1][0]:.2f}")
     return "   ·   ".join(parts)
 
 
@@ -99,19 +95,23 @@ def _line(axis: Any, rows: Rows, key: str, color: str, label: str | None = None,
 def _reward(axis: Any, train: Rows, evals: Rows) -> None:
     axis.set_title("Reward of sampled completions")
     _line(axis, train, "reward_mean", BLUE, "reward")
-    if _series(train, "accuracy")[1] != _series(train, "reward_mean")[1]:
+    if _series(train, "accuracy")[1] not in ([], _series(train, "reward_mean")[1]):
         _line(axis, train, "accuracy", GREEN, "accuracy")
         axis.legend()
 
 
 def _accuracy(axis: Any, train: Rows, evals: Rows) -> None:
-    count = evals[-1]["prompts"] if evals else 0
-    axis.set_title(f"Held-out accuracy (n = {count}, 95% interval)")
-    axis.set_ylim(0, 1)
-    if not evals:
+    rows = [row for row in evals if row["prompts"]]
+    points = [score for row in rows if (score := held_out_score(row))]
+    if not rows:
+        axis.set_title("Held-out accuracy")
         return
-    steps = [row["step"] for row in evals]
-    points = [accuracy_interval(row) for row in evals]
+    if rows[0].get("correct") is None:
+        axis.set_title(f"Held-out reward (n = {rows[-1]['prompts']})")
+    else:
+        axis.set_title(f"Held-out accuracy (n = {rows[-1]['prompts']}, 95% interval)")
+        axis.set_ylim(0, 1)
+    steps = [row["step"] for row in rows]
     axis.fill_between(steps, [p[1] for p in points], [p[2] for p in points], color=GREEN, alpha=0.15, linewidth=0)
     axis.plot(steps, [p[0] for p in points], color=GREEN, marker="o", markersize=4)
     for index, offset in ((0, (14, -14)), (-1, (-4, 9))):

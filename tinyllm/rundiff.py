@@ -15,12 +15,12 @@ from tinyllm.records import Group, Rollout
 from tinyllm.rundir import RunDir
 
 HOPS = (
-    ("verify", ("verdict_hash", "reward_mean", "reward_std", "accuracy")),
-    ("advantage", ("advantage_hash",)),
-    ("log-probability", ("logprob_hash",)),
+    ("verify", ("hashes.verdicts", "reward_mean", "reward_std", "reward_parts", "accuracy")),
+    ("advantage", ("hashes.advantages",)),
+    ("log-probability", ("hashes.logprobs",)),
     ("loss", ("loss",)),
-    ("gradient", ("gradient_hash", "grad_norm")),
-    ("update", ("weights_hash",)),
+    ("gradient", ("hashes.gradient", "grad_norm")),
+    ("update", ("hashes.weights",)),
 )
 """The hops of a step after sampling, in order, with the metrics that tell of each."""
 NO_CONDITION = ("config.run.dir", "config.run.trackers", "config.run.samples_shown", "config.run.keep_checkpoints")
@@ -97,7 +97,12 @@ def _differences(first: RunDir, second: RunDir) -> Iterator[Difference]:
 
 
 def _by_step(run: RunDir) -> dict[tuple[str, int], dict[str, Any]]:
-    return {(row.get("kind", "train"), row["step"]): row for row in run.metrics()}
+    """The lines of metrics by kind and step, with the hashes among the other keys."""
+    table = {}
+    for row in run.metrics():
+        hashes = {f"hashes.{name}": value for name, value in row.pop("hashes", {}).items()}
+        table[row.get("kind", "train"), row["step"]] = row | hashes
+    return table
 
 
 def _compare_rollouts(step: int, first: RunDir, second: RunDir) -> Iterator[Difference]:

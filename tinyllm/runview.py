@@ -12,7 +12,7 @@ from tinyllm.rundir import RunDir, find_runs
 
 def list_runs(root: str | Path) -> list[tuple[str, ...]]:
     """A table of the runs in a folder: path, what, steps, held-out accuracy before and after. Raises RunError."""
-    rows: list[tuple[str, ...]] = [("run", "model", "data", "steps", "held-out accuracy")]
+    rows: list[tuple[str, ...]] = [("run", "model", "data", "steps", "held out")]
     for path in find_runs(root):
         try:
             run = RunDir.read(path)

@@ -10,6 +10,7 @@ from tinyllm.callbacks import Callback, RunInfo, RunResult
 from tinyllm.configio import to_dict
 from tinyllm.errors import ConfigError
 from tinyllm.records import Group
+from tinyllm.stats import held_out_score
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 Send = Callable[[dict[str, float], int], None]
@@ -54,8 +55,9 @@ class Tracker(Callback):
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
         assert self.send is not None
-        rate = {"eval/accuracy": row["correct"] / max(row["prompts"], 1)}
-        self.send(numbers_of("eval", row) | rate, row["step"])
+        score = held_out_score(row)
+        name = "eval/accuracy" if row.get("correct") is not None else "eval/reward"
+        self.send(numbers_of("eval", row) | ({name: score[0]} if score else {}), row["step"])
 
     def on_end(self, result: RunResult | None) -> None:
         self.close()
