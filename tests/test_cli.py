@@ -240,13 +240,15 @@ def test_live_display_in_a_terminal(tmp_path):
     console = Console(force_terminal=True, width=100, height=30)
     live = LiveProgress(console)
     config = replace(CONFIG, train=replace(CONFIG.train, steps=4))
-    play(live, tmp_path / "run", config)
-    with console.capture() as captured:
-        console.print(live.draw())
-    shown = captured.get()
-    live.on_end(None)
+    try:
+        play(live, tmp_path / "run", config)
+        with console.capture() as captured:
+            console.print(live.draw())
+    finally:
+        live.on_end(None)
     assert live.live is None
     live.on_end(None)  # a second time does no harm
+    shown = captured.get()
     assert "step 2/4" in shown and "held-out" not in shown
     assert "sampled in step 2" in shown and "0 + 1 →" in shown
 

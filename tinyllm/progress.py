@@ -66,9 +66,7 @@ class PlainProgress(Callback):
             self.say(f"    {sample_line(prompt, rollout, 100)}")
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
-        count = (
-            f"{row['correct']} of {row['prompts']}" if row.get("correct") is not None else f"{row['prompts']} prompts"
-        )
+        right = f"{row['correct']} of " if row.get("correct") is not None else ""
         self.say(f"step {row['step']}  {score_name(row)} {accuracy(row)}  ({right}{row['prompts']} prompts)")
         if not self.seconds:
             self.last = time.monotonic()  # the evaluation before training is no part of a step
