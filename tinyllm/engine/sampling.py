@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinyllm.records import SamplingParams
 
 _MASK = (1 << 64) - 1
+_DRAW_BLOCK = 256
 
 
 def seed_key(seed: int, step: int, prompt_id: str, draw: int, sample: int) -> int:
@@ -64,21 +66,40 @@ def restrict(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits
 
 
+def normalize(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse, e, s): log sum exp [n, 1], exp(logits - max) [n, V] and its sum [n, 1]; the sampler's and the trainer's."""
+    largest = logits.amax(-1, keepdim=True)
+    e = (logits - largest).exp_()
+    s = e.sum(-1, keepdim=True)
+    return s.log() + largest, e, s
+
+
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probabilities. logits [n, V] scaled and restricted, uniforms [n, M] fp64 -> [n, M] each.
 
-    A token of probability 0 is never drawn: the cumulative sum does not grow there, and right=True passes over it.
+    The distribution is inverted in two levels, first over blocks of tokens, then within one. A token of probability 0 is
+    never drawn: the cumulative sums do not grow there, and right=True passes over it.
     """
-    lse = logits.logsumexp(-1, keepdim=True)
-    total = (logits - lse).exp_().cumsum(-1, dtype=torch.float64)
-    last = total[:, -1:]
-    target = torch.minimum(uniforms * last, torch.nextafter(last, torch.zeros_like(last)))
-    tokens = torch.searchsorted(total, target, right=True)
+    lse, e, _ = normalize(logits)
+    n, vocabulary = e.shape
+    weights = F.pad(e, (0, -vocabulary % _DRAW_BLOCK)).view(n, -1, _DRAW_BLOCK)
+    above = weights.sum(-1, dtype=torch.float64).cumsum(-1)  # [n, blocks]
+    target = _below(uniforms * above[:, -1:], above[:, -1:])
+    block = torch.searchsorted(above, target, right=True)  # [n, M]
+    before = F.pad(above, (1, 0)).gather(-1, block)
+    chosen = weights.gather(1, block[..., None].expand(-1, -1, _DRAW_BLOCK)).double().cumsum(-1)  # [n, M, within]
+    rest = _below((target - before)[..., None], chosen[..., -1:])
+    tokens = block * _DRAW_BLOCK + torch.searchsorted(chosen, rest, right=True)[..., 0]
     return tokens, logits.gather(-1, tokens) - lse
+
+
+def _below(x: Tensor, bound: Tensor) -> Tensor:
+    """x, or the largest number under bound where rounding took x to it."""
+    return torch.minimum(x, torch.nextafter(bound, torch.zeros_like(bound)))
 
 
 def greedy(logits: Tensor, members: int) -> tuple[Tensor, Tensor]:
     """The most probable token (the first of equals) and its log-probability, repeated for M members: [n, M] each."""
     tokens = logits.argmax(-1, keepdim=True)
-    logprobs = logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)
+    logprobs = logits.gather(-1, tokens) - normalize(logits)[0]
     return tokens.expand(-1, members), logprobs.expand(-1, members)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tinyllm.engine.attention import PackedPaths
 from tinyllm.engine.head import Policy
 from tinyllm.engine.packing import Packed, Trie, pack
-from tinyllm.engine.sampling import scale_logits
+from tinyllm.engine.sampling import normalize, scale_logits
 
 HEAD_ROWS = 256
 
@@ -78,10 +78,9 @@ class _Head(torch.autograd.Function):
         blocks = _blocks(row, hidden.shape[0])
         for start, end, pairs in blocks:
             z = scale_logits(policy.logits(hidden[start:end]), temperature)
-            lse = z.logsumexp(-1, keepdim=True)
+            lse, e, s = normalize(z)
             logp[pairs] = z[row[pairs] - start, token[pairs]] - lse[row[pairs] - start, 0]
-            p = (z - lse).exp_()
-            row_entropy[start:end] = lse[:, 0] - (p * z).sum(-1)
+            row_entropy[start:end] = (lse - e.mul_(z).sum(-1, keepdim=True) / s)[:, 0]
         ctx.save_for_backward(hidden, weight, bias, row, token)
         ctx.rest = (policy, temperature, blocks)
         entropy = row_entropy[row]
