@@ -1,7 +1,7 @@
 """tinyllm: train language models with group relative policy optimization on verifiable rewards.
 
-    import tinyllm
-    result = tinyllm.grpo(model="smollm2-135m-instruct", data="rows.jsonl", reward=my_reward, steps=40)
+import tinyllm
+result = tinyllm.grpo(model="smollm2-135m-instruct", data="rows.jsonl", reward=my_reward, steps=40)
 """
 
 from __future__ import annotations

@@ -166,9 +166,7 @@ class _Run:
         branches, stored = [], []
         for job, path in zip(jobs, trie.paths, strict=True):
             blocks = tuple(self.cache.free_pool.pop() for _ in range(len(path) // BLOCK))
-            members = [
-                _Member(job.index, s, self._key(job.prompt, s)) for s in range(job.first, job.first + job.count)
-            ]
+            members = [_Member(job.index, s, self._key(job.prompt, s)) for s in range(job.first, job.first + job.count)]
             branches.append(_Branch(job.prompt, _Shared(blocks), members))
             stored.append((path, list(blocks)))
         next_slot = len(self.branches)
@@ -229,7 +227,9 @@ class _Run:
             tokens, logprobs = greedy(logits, width)
         else:
             rows = [[uniform(m.key, len(b.tokens)) for m in b.members] for b in branches]
-            padded = torch.tensor([r + [0.0] * (width - len(r)) for r in rows], dtype=torch.float64, device=logits.device)
+            padded = torch.tensor(
+                [r + [0.0] * (width - len(r)) for r in rows], dtype=torch.float64, device=logits.device
+            )
             tokens, logprobs = draw(logits, padded)
         return [
             self._children(branch, row_tokens, row_logprobs)

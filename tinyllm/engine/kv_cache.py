@@ -104,7 +104,9 @@ class DecodePaths:
         if units:
             self._plan_shared(units, shared, device)
 
-    def _plan_shared(self, units: dict[tuple[int, ...], int], shared: list[tuple[int, ...]], device: torch.device) -> None:
+    def _plan_shared(
+        self, units: dict[tuple[int, ...], int], shared: list[tuple[int, ...]], device: torch.device
+    ) -> None:
         count = [0] * len(units)
         places = []
         for blocks in shared:
@@ -164,7 +166,9 @@ class DecodePaths:
         p, total, _ = exponentials(s, sink)
         out = None
         if self.shared_keys:
-            grouped = weighted_values(self._group(p[..., : self.shared_keys].view(n, heads, -1, self.shared_keys)), pool_v)
+            grouped = weighted_values(
+                self._group(p[..., : self.shared_keys].view(n, heads, -1, self.shared_keys)), pool_v
+            )
             out = self._ungroup(grouped, heads).reshape(n * heads, -1, d)
         for j in range(self.own_blocks):
             start = self.shared_keys + j * BLOCK
@@ -193,5 +197,9 @@ class DecodePaths:
     def _ungroup(self, x: Tensor, heads: int) -> Tensor:
         """Inverse of _group: [U * K, branches of a prompt * R, *] -> [n, K, R, *]."""
         u = self.table.shape[0]
-        rows = x.view(u, heads, self.per_unit, -1, x.shape[-1]).transpose(1, 2).reshape(u * self.per_unit, heads, -1, x.shape[-1])
+        rows = (
+            x.view(u, heads, self.per_unit, -1, x.shape[-1])
+            .transpose(1, 2)
+            .reshape(u * self.per_unit, heads, -1, x.shape[-1])
+        )
         return torch.cat([rows, torch.zeros_like(rows[:1])])[self.place]

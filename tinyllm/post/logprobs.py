@@ -45,7 +45,9 @@ def pack_targets(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], devic
     rows: dict[int, int] = {}
     row, token = [], []
     for (prompt, completion), path in zip(sequences, trie.paths, strict=True):
-        for node, target in zip(path[len(prompt) - 1 :], completion, strict=False):  # an empty completion predicts nothing
+        for node, target in zip(
+            path[len(prompt) - 1 :], completion, strict=False
+        ):  # an empty completion predicts nothing
             row.append(rows.setdefault(node, len(rows)))
             token.append(target)
     return Targets(

@@ -56,7 +56,9 @@ class Optimizer:
                 self.masters[name] = p.detach().float().clone()
         masters = list(self.masters.values())
         if config.name == "sgd":
-            self._inner: torch.optim.Optimizer = torch.optim.SGD(masters, lr=config.lr, weight_decay=config.weight_decay)
+            self._inner: torch.optim.Optimizer = torch.optim.SGD(
+                masters, lr=config.lr, weight_decay=config.weight_decay
+            )
         else:
             fused = masters[0].device.type in ("cpu", "cuda")
             self._inner = torch.optim.AdamW(

@@ -153,7 +153,9 @@ class _Parts:
             to_dict(self.config),
             hashes={
                 "weights": self.start_hash,
-                "tokenizer": hash_bytes(backend.to_str().encode()) if backend else hash_json(self.tokenizer.get_vocab()),
+                "tokenizer": hash_bytes(backend.to_str().encode())
+                if backend
+                else hash_json(self.tokenizer.get_vocab()),
                 "chat_template": hash_bytes(template.encode()) if isinstance(template, str) else None,
                 "data": self.data.hash,
                 "verifier": _verifier_hash(self.verify.parts),

@@ -216,7 +216,9 @@ def step_metrics(
         "denominator": batch.denominator,
         "microbatches": [list(rows) for rows in batch.microbatches],
         "hashes": {
-            "verdicts": hash_json([[r.verdict.value, r.verdict.reason, r.verdict.answer, r.verdict.parts] for r in rollouts]),
+            "verdicts": hash_json(
+                [[r.verdict.value, r.verdict.reason, r.verdict.answer, r.verdict.parts] for r in rollouts]
+            ),
             **result.hashes,
             "weights": revision.hash,
         },

@@ -62,7 +62,9 @@ def objective_axes(config: GRPOConfig) -> dict[str, Any]:
 class Updater:
     """Turns batches into optimizer steps."""
 
-    def __init__(self, policy: Policy, optimizer: Optimizer, config: GRPOConfig, reference: Scorer | None = None) -> None:
+    def __init__(
+        self, policy: Policy, optimizer: Optimizer, config: GRPOConfig, reference: Scorer | None = None
+    ) -> None:
         self.policy, self.optimizer, self.config = policy, optimizer, config
         self.axes = objective_axes(config)
         self.reference = reference if self.axes["beta"] > 0 else None
@@ -120,7 +122,9 @@ class Updater:
             old.setdefault(row, part.detach())
         if self.reference is not None and rows[0] not in references:
             references.update(zip(rows, self.reference(sequences), strict=True))
-        sampler = [torch.tensor(batch.rollouts[row].completion.logprobs, dtype=torch.float32, device=device) for row in rows]
+        sampler = [
+            torch.tensor(batch.rollouts[row].completion.logprobs, dtype=torch.float32, device=device) for row in rows
+        ]
         loss, stats = clipped_objective(
             _padded(parts),
             _padded([old[row] for row in rows]),
