@@ -136,13 +136,16 @@ class Trainer(types.ModuleType):
         return self.grpo(CONFIG, callbacks=callbacks)
 
 
+FACTS = {"parameters": 134_515_008, "dtype": "float32", "device": "cpu", "train_prompts": 519, "held_out_prompts": 162}
+
+
 def evaluation(step: int, correct: int) -> dict:
     return {"kind": "eval", "step": step, "correct": correct, "prompts": 162}
 
 
 def play(callback: Callback, path, config: GRPOConfig, steps: int = 2) -> None:
     callback.on_phase("loading the model")
-    callback.on_start(RunInfo(path, config, 1, {"parameters": "134.5M", "dtype": "float32"}))
+    callback.on_start(RunInfo(path, config, 1, FACTS))
     callback.on_eval(evaluation(0, 23))
     for step in range(1, steps + 1):
         callback.on_phase("sampling")
@@ -165,8 +168,8 @@ def test_grpo_passes_the_configuration_and_ends_with_the_summary(trainer, tmp_pa
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "loading the model"
     assert out[1:4] == [
-        "smollm2-135m-instruct on arithmetic, grpo",
-        "parameters 134.5M, dtype float32",
+        "smollm2-135m-instruct on arithmetic, grpo, seed 0",
+        "134.5M parameters trained in float32 on cpu; 519 prompts to train on, 162 held out",
         f"run directory {tmp_path / 'run'}",
     ]
     assert out[4] == "step 0  held-out accuracy 0.14 [0.10, 0.20]  (23 of 162 prompts)"

@@ -35,7 +35,7 @@ class RunInfo:
     first_step: int = 1
     """The first step still to do; more than 1 in a resumed run."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Shown as "key value": parameters, dtype, device, prompts to train on, held out."""
+    """The manifest's facts: parameters (trained), dtype, device, train_prompts, held_out_prompts, skipped_rows."""
 
 
 @dataclass(frozen=True)

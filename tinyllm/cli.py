@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import tinyllm
 from tinyllm.config import SHORTCUTS, GRPOConfig
 from tinyllm.errors import ConfigError, TinyLLMError
 
@@ -51,9 +52,7 @@ def _dispatch(words: list[str]) -> int:
         print(_overview())
         return 0
     if words[0] in ("-V", "--version"):
-        from tinyllm.manifest import versions
-
-        print(f"tinyllm {versions()['tinyllm'] or '(not installed)'}")
+        print(f"tinyllm {tinyllm.__version__}")
         return 0
     if words[0] not in COMMANDS:
         import difflib

@@ -14,9 +14,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import tinyllm
+
 FORMAT = 1
 PACKAGES = (
-    "tinyllm",
     "torch",
     "transformers",
     "tokenizers",
@@ -67,7 +68,7 @@ def build_manifest(
 
 def versions() -> dict[str, str | None]:
     """Version of Python and of each package that has a part in the numbers; None when it is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"tinyllm": tinyllm.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

@@ -157,12 +157,18 @@ class LiveProgress(PlainProgress):
 
 def headline(info: RunInfo) -> str:
     """What is about to be trained, on what, and where it is written."""
-    config = info.config
-    what = f"{Path(config.model.name).name} on {source_name(config)}, {config.objective.preset}"
+    config, facts = info.config, info.facts
+    what = f"{Path(config.model.name).name} on {source_name(config)}, {config.objective.preset}, seed {config.seed}"
     if info.first_step > 1:
         what += f", going on with step {info.first_step}"
-    facts = "".join(f"{name} {value}, " for name, value in info.facts.items()).rstrip(", ")
-    return "\n".join(line for line in (what, facts, f"run directory {info.path}") if line)
+    told = []
+    if "parameters" in facts:
+        told.append(f"{facts['parameters'] / 1e6:,.1f}M parameters trained in {facts['dtype']} on {facts['device']}")
+    if "train_prompts" in facts:
+        told.append(f"{facts['train_prompts']:,} prompts to train on, {facts['held_out_prompts']:,} held out")
+    if facts.get("skipped_rows"):
+        told.append(f"{facts['skipped_rows']:,} bad rows skipped")
+    return "\n".join(line for line in (what, "; ".join(told), f"run directory {info.path}") if line)
 
 
 def source_name(config: GRPOConfig) -> str:
@@ -251,8 +257,10 @@ def summary(result: RunResult) -> list[str]:
         name = score_name(result.after)
         note = f"({result.after['prompts']} prompts" + (", 95% intervals)" if "accuracy" in name else ")")
         lines += [f"{name} before  {accuracy(result.before)}", f"{name} after   {accuracy(result.after)}   {note}"]
-    if result.best_step is not None:
-        lines.append(f"best at step {result.best_step}")
-    lines += [f"run    {result.run_dir}"]
-    lines += [f"plot   {result.plot}"] if result.plot else []
-    return [*lines, f"model  {result.model_dir}"]
+    lines.append(f"run    {result.run_dir}")
+    if result.plot is not None:
+        lines.append(f"plot   {result.plot}")
+    lines.append(f"model  {result.model_dir}")
+    if result.after is not None and result.best_step not in (None, result.after["step"]):
+        lines.append(f"best   {result.run_dir / 'best'} (step {result.best_step})")
+    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from tinyllm.configio import to_toml
@@ -46,10 +47,12 @@ def describe_run(run: RunDir) -> list[str]:
         f"checkpoints {', '.join(map(str, run.checkpoints.steps())) or 'none'}",
     ]
     lines += [f"held out    {accuracy(row)} at step {row['step']}" for row in evals]
+    named = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     lines += [
         f"processor   {machine['processor']}, {machine['capability']}, {machine['threads']} threads",
-        "versions    " + ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-        *(f"{name:<11} {value}" for name, value in manifest["hashes"].items() if isinstance(value, str)),
+        *textwrap.wrap(f"versions    {named}", 118, subsequent_indent=" " * 12),
+        "hashes",
+        *(f"  {name:<22} {value}" for name, value in manifest["hashes"].items() if isinstance(value, str)),
     ]
     if train:
         shown = ((k, v) for k, v in train[-1].items() if isinstance(v, (int, float)) and k != "step")
