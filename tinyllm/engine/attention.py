@@ -40,7 +40,7 @@ def attach(model: PreTrainedModel) -> None:
     if reason:
         raise ModelError(
             f"model {model.config.model_type!r} needs {reason}, which tinyllm's attention does not honour; "
-            "use a model with plain or sliding-window causal attention (Llama, Qwen, Mistral, Gemma, GPT-2, SmolLM, ...)"
+            "use one with plain or sliding-window causal attention (Llama, Qwen, Mistral, Gemma, GPT-2, SmolLM, ...)"
         )
     AttentionInterface.register(NAME, _forward)
     AttentionMaskInterface.register(NAME, _no_mask)

@@ -5,8 +5,8 @@
     completions = engine.sample(prompts, SamplingParams(max_new_tokens=24, n=8))
 
 Waiting samples enter when slots are free (prefill), every running branch advances by one token (decode), finished ones
-leave. A branch is one distinct history: samples of a prompt that drew the same tokens so far share it, and it forks when
-they part. So a prompt is computed once per group, and no history twice.
+leave. A branch is one distinct history: samples of a prompt that drew the same tokens so far share it, and it forks
+when they part. So a prompt is computed once per group, and no history twice.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Engine:
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """params.n completions of every prompt, prompt after prompt. Raises EngineError before any work if one cannot fit."""
+        """params.n completions of every prompt, prompt after prompt. EngineError before any work if one cannot fit."""
         run = _Run(self, prompts, params)
         while run.waiting or run.branches:
             run.admit()
@@ -98,14 +98,14 @@ class Engine:
         return [run.done[i, s] for i in range(len(prompts)) for s in range(params.n)]
 
     def slots(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
-        """(slots, own blocks of a slot, pool blocks) that hold the cache bound; EngineError when not even one slot fits."""
+        """(slots, own blocks of a slot, pool blocks) within the cache bound; EngineError when not one slot fits."""
         longest = max(prompts, key=lambda p: len(p.token_ids))
         limit = getattr(self.policy.config, "max_position_embeddings", None)
         length = len(longest.token_ids) + params.max_new_tokens
         if limit is not None and length > limit:
             raise EngineError(
-                f"prompt {longest.id!r} has {len(longest.token_ids)} tokens and may grow by {params.max_new_tokens}, more than "
-                f"the model's {limit} positions; lower sampling.max_new_tokens or data.max_prompt_tokens"
+                f"prompt {longest.id!r} has {len(longest.token_ids)} tokens and may grow by {params.max_new_tokens}, "
+                f"more than the model's {limit} positions; lower sampling.max_new_tokens or data.max_prompt_tokens"
             )
         own = max(-(-(len(p.token_ids) % BLOCK + params.max_new_tokens) // BLOCK) for p in prompts)
         pool = max(len(p.token_ids) // BLOCK for p in prompts)
@@ -115,7 +115,8 @@ class Engine:
             want = min(want, self.cache_tokens // per_slot)
             if want < 1:
                 raise EngineError(
-                    f"prompt {longest.id!r} needs {per_slot} cached tokens ({per_slot * self.shape.token_bytes / 2**20:.0f} MiB) and "
+                    f"prompt {longest.id!r} needs {per_slot} cached tokens "
+                    f"({per_slot * self.shape.token_bytes / 2**20:.0f} MiB) and "
                     f"sampling.cache_tokens is {self.cache_tokens}; raise it, or lower max_new_tokens"
                 )
         return want, own, pool * want
@@ -145,7 +146,7 @@ class _Run:
     # -- entering -------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Prefills waiting prompts while their samples fit; small admissions wait until a quarter of the slots is free."""
+        """Prefills waiting prompts while their samples fit; small admissions wait until a quarter is free."""
         free = self.capacity - sum(len(b.members) for b in self.branches)
         if self.branches and free < self.capacity // 4:
             return

@@ -16,8 +16,8 @@ from tinyllm.errors import ModelError
 class Policy:
     """A transformers causal LM (plain or with LoRA adapters) with our attention, split into trunk and head.
 
-    The head is a linear map, optionally scaled (Granite, Cohere) and soft-capped (Gemma 2); `check` compares the split with
-    the model's own logits, so that an architecture with any other output step is refused instead of computed wrongly.
+    The head is a linear map, optionally scaled (Granite, Cohere) and soft-capped (Gemma 2); `check` compares the split
+    with the model's own logits, so that an architecture with another output step is refused, not computed wrongly.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -43,7 +43,7 @@ class CacheShape:
 
 
 class KVCache:
-    """Keys and values of the active branches. `own` [2, layers, J, S, K, 64, D], `pool` [2, layers, blocks, K, 64, D]."""
+    """Keys and values of running branches: own [2, layers, J, S, K, 64, D], pool [2, layers, blocks, K, 64, D]."""
 
     def __init__(self, shape: CacheShape, slots: int, own_blocks: int, pool_blocks: int, device: torch.device) -> None:
         tail = (shape.heads, BLOCK, shape.head_dim)
@@ -53,7 +53,7 @@ class KVCache:
         self.free_pool = list(range(pool_blocks))
 
     def store_prompts(self, kept: PackedPaths, prompts: list[tuple[list[int], list[int], list[int]]]) -> None:
-        """Copies prefilled keys and values in: per prompt (nodes of its path, its pool blocks, slots of its branches)."""
+        """Copies prefilled keys and values in: per prompt (nodes of its path, pool blocks, slots of its branches)."""
         device = self.own.device
         blocks, pool_ids, tails, slots = [], [], [], []
         for path, pool, branch_slots in prompts:
@@ -82,7 +82,7 @@ class KVCache:
 
 
 class DecodePaths:
-    """Attention of one decode step: branch i stands in slot i at `positions[i]`, its prompt's full blocks in `shared[i]`."""
+    """Attention of one decode step: branch i is in slot i at positions[i], its prompt's full blocks in `shared[i]`."""
 
     def __init__(self, cache: KVCache, positions: list[int], shared: list[tuple[int, ...]]) -> None:
         self.cache, self.n = cache, len(positions)
@@ -187,7 +187,7 @@ class DecodePaths:
         return blocks.view(u, c, heads, BLOCK, d).transpose(1, 2).reshape(u * heads, c * BLOCK, d).float()
 
     def _group(self, x: Tensor) -> Tensor:
-        """Branches to prompts: x [n, K, R, *] -> [U * K, branches of a prompt * R, *], zero where there is no branch."""
+        """Branches to prompts: x [n, K, R, *] -> [U * K, branches of a prompt * R, *], zero where there is none."""
         u = self.table.shape[0]
         grouped = torch.zeros(u * self.per_unit + 1, *x.shape[1:], dtype=x.dtype, device=x.device)
         grouped[self.place] = x

@@ -2,7 +2,7 @@
 
 The sequences of a forward pass form a trie: nodes are (prefix, token) pairs, and a node shared by several sequences
 (a system prompt, the prompt of a group, equal beginnings of completions) appears once in the row the model sees.
-Nodes are numbered so that each sequence adds one contiguous run of new nodes, which attends to the sequence's whole path.
+Nodes are numbered so that each sequence adds one contiguous run of new nodes, which attends to its whole path.
 
 Legend: N nodes (padded to ROWS), S sequences, E spans in a bucket, Q padded queries of a span, L padded keys of a span.
 """

@@ -1,8 +1,8 @@
 """Start-up probe: do the numeric properties hold here on which bitwise equality rests?
 
-They are properties of this processor, these libraries and this number of threads, not of tinyllm; see docs/reproducibility.
-Where one fails, training goes on correctly (old log-probabilities are the trainer's own, and the gap is reported), but a
-completion's last bits may depend on what else is in the batch.
+They are properties of this processor, these libraries and this number of threads, not of tinyllm.
+Where one fails, training goes on correctly (old log-probabilities are the trainer's own, and the gap is reported), but
+a completion's last bits may depend on what else is in the batch.
 """
 
 from __future__ import annotations

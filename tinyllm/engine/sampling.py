@@ -46,8 +46,8 @@ def scale_logits(logits: Tensor, temperature: float) -> Tensor:
 def restrict(logits: Tensor, params: SamplingParams) -> Tensor:
     """[n, V] logits with the tokens outside top-k, top-p and min-p at -inf, in this order of application.
 
-    top-p keeps the smallest set whose probability reaches p (Holtzman et al., arXiv 1904.09751); min-p keeps tokens with
-    at least min_p times the largest probability (arXiv 2407.01082). Ties at the top-k boundary are all kept.
+    top-p keeps the smallest set whose probability reaches p (Holtzman et al., arXiv 1904.09751); min-p keeps tokens
+    with at least min_p times the largest probability (arXiv 2407.01082). Ties at the top-k boundary are all kept.
     """
     if params.full_support:
         return logits
@@ -77,8 +77,8 @@ def normalize(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probabilities. logits [n, V] scaled and restricted, uniforms [n, M] fp64 -> [n, M] each.
 
-    The distribution is inverted in two levels, first over blocks of tokens, then within one. A token of probability 0 is
-    never drawn: the cumulative sums do not grow there, and right=True passes over it.
+    The distribution is inverted in two levels, first over blocks of tokens, then within one. A token of probability 0
+    is never drawn: the cumulative sums do not grow there, and right=True passes over it.
     """
     lse, e, _ = normalize(logits)
     n, vocabulary = e.shape

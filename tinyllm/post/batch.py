@@ -123,7 +123,7 @@ def make_batch(groups: Sequence[Group], rules: Rules) -> Batch:
 def shaped_rewards(group: Group, rules: Rules) -> list[float]:
     """A group's rewards: NaN for rows left out, less the overlong penalty where the verdicts differ.
 
-    Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to L - buffer tokens, then falling linearly by 1 at L.
+    Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to L - buffer tokens, then falling to -1 at L.
     A group whose verdicts are all equal is left as it is, so that length alone never makes it useful.
     """
     rewards = [r.reward if _counted(r, rules) else math.nan for r in group.rollouts]

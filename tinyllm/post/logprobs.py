@@ -1,7 +1,7 @@
 """The trainer's log-probabilities: pack rollouts, run the trunk once per distinct prefix, score tokens at the head.
 
-log p(token t | prefix) = z_t - log sum exp z, with z = logits / temperature: the numbers the sampler recorded, by the same
-operations, so on the embedded engine both are equal bit for bit.
+log p(token t | prefix) = z_t - log sum exp z, with z = logits / temperature: the numbers the sampler recorded, by the
+same operations, so on the embedded engine both are equal bit for bit.
 
 The head works on blocks of 256 rows and keeps no logits: backward computes them again, so the [rows, vocabulary] matrix
 never exists whole. Legend: R distinct prefixes that predict a token, P predicted tokens, V vocabulary, N nodes.
@@ -26,7 +26,7 @@ HEAD_ROWS = 256
 
 @dataclass(frozen=True)
 class Targets:
-    """What a packed row of sequences predicts. Sequence s's tokens are places[s] : places[s + 1] of the P predictions."""
+    """What a packed row of sequences predicts: P tokens, sequence after sequence."""
 
     packed: Packed
     rows: Tensor  # [R] node of each distinct predicting prefix
@@ -70,7 +70,7 @@ def score(policy: Policy, targets: Targets, temperature: float = 1.0) -> tuple[T
 class _Head(torch.autograd.Function):
     """Log-probabilities of given tokens, block by block over rows.
 
-    d logp_p / dz = onehot(t_p) - softmax(z), so a row's logit gradient is sum_p g_p onehot(t_p) - (sum_p g_p) softmax(z).
+    d logp_p / dz = onehot(t_p) - softmax(z), so a row's logit gradient is sum g_p onehot(t_p) - (sum g_p) softmax(z).
     """
 
     @staticmethod

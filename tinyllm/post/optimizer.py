@@ -1,8 +1,8 @@
 """Fp32 master weights, AdamW or SGD, learning-rate schedule, gradient norm.
 
-Where the model computes in bf16, each parameter has an fp32 master here and is its rounded copy; gradients accumulate in
-fp32. Where it computes in fp32 the parameter is its own master. Sums over whole tensors are taken in fixed blocks, so they
-do not depend on the number of threads.
+Where the model computes in bf16, each parameter has an fp32 master here and is its rounded copy; gradients accumulate
+in fp32. Where it computes in fp32 the parameter is its own master. Sums over whole tensors are taken in fixed blocks,
+so they do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """lr of step 1 .. steps: linear warm-up, then constant, or linear or cosine decay that ends at 0 after the last step."""
+    """lr of step 1 .. steps: linear warm-up, then constant, or linear or cosine decay to 0 after the last step."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":

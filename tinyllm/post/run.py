@@ -310,8 +310,8 @@ def _check(config: GRPOConfig) -> None:
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if getattr(s, name) != off:
             raise ConfigError(
-                f"sampling.{name} = {getattr(s, name)}: completions would be drawn from other probabilities than are trained; "
-                f"leave it off ({off}) and use sampling.temperature"
+                f"sampling.{name} = {getattr(s, name)}: completions would be drawn from other probabilities than are "
+                f"trained; leave it off ({off}) and use sampling.temperature"
             )
 
 
@@ -325,8 +325,8 @@ def _check_data(config: GRPOConfig, data: Any) -> None:
     need = len(longest.token_ids) + config.sampling.max_new_tokens - 1
     if need > config.train.tokens_per_microbatch:
         raise ConfigError(
-            f"train.tokens_per_microbatch = {config.train.tokens_per_microbatch} cannot hold prompt {longest.id} with a completion "
-            f"of sampling.max_new_tokens = {config.sampling.max_new_tokens}; it needs at least {need}"
+            f"train.tokens_per_microbatch = {config.train.tokens_per_microbatch} cannot hold prompt {longest.id} with "
+            f"a completion of sampling.max_new_tokens = {config.sampling.max_new_tokens}; it needs at least {need}"
         )
 
 

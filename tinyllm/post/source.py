@@ -96,9 +96,9 @@ class InlineSource:
             groups += self._collect(step, self.order.take(missing, draws))
         if not any(has_signal(g, self.rules) for g in groups):
             raise TrainingStopped(
-                f"step {step}: none of {len(groups)} groups in {self.train.max_refills + 1} draws has members with different "
-                "rewards, so there is nothing to learn from; use easier or harder prompts, more completions per prompt "
-                "(sampling.group_size), or train.dynamic_sampling = false"
+                f"step {step}: none of {len(groups)} groups in {self.train.max_refills + 1} draws has members with "
+                "different rewards, so there is nothing to learn from; use easier or harder prompts, more completions "
+                "per prompt (sampling.group_size), or train.dynamic_sampling = false"
             )
         return groups
 

@@ -74,7 +74,10 @@ class Trainer:
         clock = time.perf_counter()
         for step, groups in source:
             timing = {"step": step, **source.seconds}
-            timing["record_s"] = self._timed(lambda: self._record(step, groups))
+            begin = time.perf_counter()
+            if step not in self.recorded:
+                self.run.record(step, groups)
+            timing["record_s"] = time.perf_counter() - begin
             begin = time.perf_counter()
             self._tell("on_phase", "training")
             batch = make_batch(groups, rules)
@@ -113,17 +116,14 @@ class Trainer:
         """The line of step 0, before any training."""
         self._log_eval(0, ())
 
-    def _record(self, step: int, groups: Sequence[Group]) -> None:
-        if step not in self.recorded:
-            self.run.record(step, groups)
-
     def _count_non_finite(self, result: UpdateResult) -> None:
         self.progress.non_finite = self.progress.non_finite + 1 if result.non_finite else 0
         if self.progress.non_finite >= self.config.train.max_nonfinite:
             self.save()
             raise TrainingStopped(
-                f"{self.progress.non_finite} steps in a row had a non-finite loss or gradient, last in {result.non_finite}; the "
-                f"weights are those before them. Lower optimizer.lr or check the rewards in {self.run.path}"
+                f"{self.progress.non_finite} steps in a row had a non-finite loss or gradient, last in "
+                f"{result.non_finite}; the weights are those before them. "
+                f"Lower optimizer.lr or check the rewards in {self.run.path}"
             )
 
     def _evaluate(self, step: int, groups: Sequence[Group]) -> bool:
@@ -157,12 +157,6 @@ class Trainer:
     def _tell(self, name: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, name)(*arguments)
-
-    @staticmethod
-    def _timed(work: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
 
 
 def step_metrics(

@@ -71,7 +71,7 @@ class Updater:
         assert self.axes["beta"] == 0 or reference is not None, "a KL term needs a reference"
 
     def __call__(self, batch: Batch, lr: float) -> UpdateResult:
-        """config.train.updates_per_batch optimizer steps over the whole batch; old log-probabilities are the first pass's."""
+        """train.updates_per_batch optimizer steps over the batch; old log-probabilities are the first pass's."""
         old: dict[int, Tensor] = {}
         references: dict[int, Tensor] = {}
         gap = ObjectiveStats()
