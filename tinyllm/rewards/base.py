@@ -33,6 +33,7 @@ FAMILIES = {
     "arithmetic": ("tinyllm.rewards.arithmetic", "ArithmeticVerifier"),
     "math": ("tinyllm.rewards.math", "MathVerifier"),
     "json": ("tinyllm.rewards.json_schema", "JsonVerifier"),
+    "code": ("tinyllm.rewards.code", "CodeVerifier"),
     "instructions": ("tinyllm.rewards.instructions", "InstructionVerifier"),
 }
 """Family -> where its class is; imported when first used, since some need an extra."""
