@@ -10,7 +10,7 @@ from scipy import stats as scipy_stats
 from tinyllm.engine.engine import Engine
 from tinyllm.engine.head import Policy
 from tinyllm.engine.probe import probe
-from tinyllm.engine.sampling import draw, restrict, seed_key, uniform
+from tinyllm.engine.sampling import draw, normalize, restrict, seed_key, uniform
 from tinyllm.errors import EngineError
 from tinyllm.post.logprobs import pack_targets, score
 from tinyllm.records import Prompt, Revision, SamplingParams
@@ -324,3 +324,16 @@ def test_the_probe_names_what_holds_here():
     results = probe()
     assert {"linear_rows", "attention_rows", "trailing_zeros", "softmax_rows", "threads"} <= set(results)
     assert all(isinstance(holds, bool) and detail and (holds or remedy) for holds, detail, remedy in results.values())
+
+
+def test_one_row_of_logits_is_normalized_as_among_others():
+    """A sum with one result is split over threads; at a real vocabulary's size that changed its last bits."""
+    torch.manual_seed(0)
+    logits = torch.randn(8, 49152) * 3
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together = normalize(logits)[0]
+        assert all(torch.equal(normalize(row[None])[0][0], lse) for row, lse in zip(logits, together, strict=True))
+    finally:
+        torch.set_num_threads(threads)

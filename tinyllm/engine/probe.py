@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tinyllm.engine.sampling import normalize
+
 _ROWS = (4, 8, 12, 20, 36, 64, 100, 132, 260, 516)
 _REMEDY = "nothing to do for correct training; for equal bits use another CPU or library build"
 
@@ -23,13 +25,13 @@ def probe(dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, 
 
     weight, rows = random(384, 192), random(max(_ROWS), 192)
     left, right = random(12, 96, 64).float(), random(12, 192, 64).float()
-    logits = random(64, 4096).float()
+    logits = random(64, 49152).float()
     results = {
         "linear_rows": (_rows(lambda n: F.linear(rows[:n], weight), _ROWS), f"linear, {len(_ROWS)} row counts"),
         "attention_rows": (_rows(lambda n: _attend(left[:, :n], right), (4, 8, 16, 32, 96), 1), "scores and values"),
         "attention_batch": (_rows(lambda n: _attend(left[:n], right[:n]), (1, 3, 6, 12)), "scores and values"),
         "trailing_zeros": (_trailing(left, right), "masked keys behind the last visible one"),
-        "softmax_rows": (_rows(lambda n: logits[:n].logsumexp(-1), (4, 8, 60, 64)), "log-sum-exp of logits"),
+        "softmax_rows": (_rows(lambda n: normalize(logits[:n])[0], (1, 2, 4, 8, 60, 64)), "log-sum-exp of logits"),
         "activation_rows": (_rows(lambda n: F.silu(rows[:n]), _ROWS), "SiLU"),
     }
     if device == "cpu":

@@ -68,6 +68,9 @@ def restrict(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def normalize(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(lse, e, s): log sum exp [n, 1], exp(logits - max) [n, V] and its sum [n, 1]; the sampler's and the trainer's."""
+    if logits.shape[0] == 1:  # a sum with a single result is split over threads, in another order than one of several
+        lse, e, s = normalize(logits.expand(2, -1))
+        return lse[:1], e[:1], s[:1]
     largest = logits.amax(-1, keepdim=True)
     e = (logits - largest).exp_()
     s = e.sum(-1, keepdim=True)
