@@ -5,7 +5,7 @@
 
 VENV := .venv
 PY := $(VENV)/bin/python
-INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .PHONY: run test test-all lint clean
 .DELETE_ON_ERROR:

@@ -14,7 +14,7 @@ fail() {
 }
 
 find_python() { # the first interpreter that is new enough
-    for python in "${PYTHON:-python3}" python3.14 python3.13 python3.12 python3.11; do
+    for python in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
         if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$python"
             return
@@ -29,6 +29,7 @@ apt_install() { # only where it can be done without asking
 }
 
 python=$(find_python)
+[ -n "$python" ] || [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is not Python 3.11 or newer, or does not run"
 if [ -z "$python" ]; then
     apt_install python3 python3-venv
     python=$(find_python)
