@@ -189,7 +189,7 @@ def step_denominator(mask: Tensor, aggregate: str, constant_length: int | None =
     """What the whole step's loss is divided by: completions with a trained token, trained tokens, or B x L."""
     _check(aggregate=aggregate)
     if aggregate == "sequence":
-        return float(mask.bool().reshape(len(mask), -1).any(-1).sum())
+        return float((mask if mask.ndim == 2 else mask[:, None]).bool().any(-1).sum())
     if aggregate == "token":
         return float(mask.bool().sum())
     if constant_length is None or constant_length < 1:
