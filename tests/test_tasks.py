@@ -113,7 +113,7 @@ def test_arithmetic_loads_with_its_own_rule(tokenizer):
 
 
 def test_list_tasks_names_every_task():
-    assert [name for name, _ in tasks.list_tasks()] == ["arithmetic", "gsm8k", "math"]
+    assert [name for name, _ in tasks.list_tasks()] == ["arithmetic", "gsm8k", "math", "gym:NAME"]
 
 
 # own data

@@ -24,7 +24,7 @@ def case_ids(*families: str) -> list[Any]:
 def spec_of(case: dict[str, Any]) -> dict[str, Any]:
     """The verifier of a case as a spec."""
     kinds = {"format": _text, "arithmetic": _text, "math": _text, "json": _json, "if": _instructions}
-    kinds |= {"code": lambda case: {"family": "code"}}
+    kinds |= {"code": lambda case: {"family": "code"}, "gym": lambda case: {"family": "gym"}}
     return kinds[case["family"]](case)
 
 

@@ -34,6 +34,7 @@ FAMILIES = {
     "math": ("tinyllm.rewards.math", "MathVerifier"),
     "json": ("tinyllm.rewards.json_schema", "JsonVerifier"),
     "code": ("tinyllm.rewards.code", "CodeVerifier"),
+    "gym": ("tinyllm.rewards.gym", "GymVerifier"),
     "instructions": ("tinyllm.rewards.instructions", "InstructionVerifier"),
 }
 """Family -> where its class is; imported when first used, since some need an extra."""

@@ -74,7 +74,9 @@ class CodeVerifier(Verifier):
         tests = read_tests(row)
         for value in (*tests.inputs, *tests.expected):
             if not _is_plain(value):
-                raise DataError(f"a test of {tests.entry or 'the program'} holds {value!r:.60}, which is not plain data")
+                raise DataError(
+                    f"a test of {tests.entry or 'the program'} holds {value!r:.60}, which is not plain data"
+                )
 
     def judge(self, row: Row, text: str) -> Verdict:
         tests = read_tests(row)
@@ -121,12 +123,8 @@ class CodeVerifier(Verifier):
         if values is None:
             return False
         if tests.condition is not None:
-            return all(
-                tests.condition.holds(given, value) for given, value in zip(tests.inputs, values, strict=True)
-            )
-        return all(
-            same(want, value, tests.tolerance) for want, value in zip(tests.expected, values, strict=True)
-        )
+            return all(tests.condition.holds(given, value) for given, value in zip(tests.inputs, values, strict=True))
+        return all(same(want, value, tests.tolerance) for want, value in zip(tests.expected, values, strict=True))
 
     def _prints(self, source: str, given: str, expected: str, tolerance: float) -> bool:
         outcome = self._run({"kind": "program", "source": source}, given.encode())
@@ -253,7 +251,10 @@ def _parses(source: str) -> bool:
 def _defines(source: str, entry: str) -> bool:
     """By a top-level line, so that broken code is found too (and then fails)."""
     name = re.escape(entry)
-    return re.search(rf"^(?:(?:async[ \t]+)?def[ \t]+{name}\b|class[ \t]+{name}\b|{name}[ \t]*[:=])", source, re.MULTILINE) is not None
+    return (
+        re.search(rf"^(?:(?:async[ \t]+)?def[ \t]+{name}\b|class[ \t]+{name}\b|{name}[ \t]*[:=])", source, re.MULTILINE)
+        is not None
+    )
 
 
 # Values that came out
@@ -313,7 +314,8 @@ def same(expected: Any, value: Any, tolerance: float) -> bool:
         return items and all(same(e, v, tolerance) for e, v in zip(expected, value, strict=True))
     if isinstance(expected, Mapping):
         return (
-            isinstance(value, dict) and expected.keys() == value.keys()
+            isinstance(value, dict)
+            and expected.keys() == value.keys()
             and all(same(expected[key], value[key], tolerance) for key in expected)
         )
     return type(expected) is type(value) and expected == value

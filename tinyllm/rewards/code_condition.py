@@ -44,7 +44,9 @@ class Condition:
         names = {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)} - set(_CALLS)
         results = names - set(parameters)
         if len(results) != 1:
-            raise ConditionError(f"names {', '.join(sorted(results)) or 'nothing'} beside the parameters; name the result once")
+            raise ConditionError(
+                f"names {', '.join(sorted(results)) or 'nothing'} beside the parameters; name the result once"
+            )
         if not isinstance(self._tree, (ast.Compare, ast.BoolOp)):
             raise ConditionError("not a comparison")
         self._parameters, self._result = tuple(parameters), results.pop()
@@ -61,12 +63,24 @@ class Condition:
             return False
 
     def _check(self, node: ast.AST) -> None:
-        allowed = (ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Name, ast.Constant, ast.Subscript, ast.Call, ast.operator)
+        allowed = (
+            ast.Compare,
+            ast.BoolOp,
+            ast.BinOp,
+            ast.UnaryOp,
+            ast.Name,
+            ast.Constant,
+            ast.Subscript,
+            ast.Call,
+            ast.operator,
+        )
         allowed += (ast.cmpop, ast.boolop, ast.unaryop, ast.expr_context)
         for part in ast.walk(node):
             if not isinstance(part, allowed) or isinstance(part, (ast.In, ast.NotIn, ast.Is, ast.IsNot)):
                 raise ConditionError(f"{type(part).__name__} is not allowed")
-            if isinstance(part, ast.Call) and (not isinstance(part.func, ast.Name) or part.func.id not in _CALLS or part.keywords):
+            if isinstance(part, ast.Call) and (
+                not isinstance(part.func, ast.Name) or part.func.id not in _CALLS or part.keywords
+            ):
                 raise ConditionError(f"only {', '.join(_CALLS)} may be called")
             if isinstance(part, ast.BinOp) and type(part.op) not in _BINARY and not isinstance(part.op, ast.Pow):
                 raise ConditionError(f"{type(part.op).__name__} is not allowed")
@@ -89,7 +103,10 @@ class Condition:
             return all(parts) if isinstance(node.op, ast.And) else any(parts)
         if isinstance(node, ast.Compare):
             sides = [self._value(part, values) for part in (node.left, *node.comparators)]
-            return all(_COMPARE[type(op)](*pair) for op, pair in zip(node.ops, zip(sides, sides[1:], strict=False), strict=True))
+            return all(
+                _COMPARE[type(op)](*pair)
+                for op, pair in zip(node.ops, zip(sides, sides[1:], strict=False), strict=True)
+            )
         assert isinstance(node, ast.BinOp)
         left, right = self._value(node.left, values), self._value(node.right, values)
         if isinstance(left, (str, list)) or isinstance(right, (str, list)):
@@ -107,4 +124,6 @@ class Condition:
 def _finite(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_finite, value))
-    return isinstance(value, str) or (isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value))
+    return isinstance(value, str) or (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    )

@@ -154,7 +154,9 @@ class Verify:
         assert callable(judge)
         return functions.call(judge, part.name, _batch(pairs, step), self.logged)
 
-    def _remote(self, parts: Sequence[Part], pairs: Sequence[tuple[Prompt, Completion]], step: int) -> list[list[Verdict]]:
+    def _remote(
+        self, parts: Sequence[Part], pairs: Sequence[tuple[Prompt, Completion]], step: int
+    ) -> list[list[Verdict]]:
         """The verdicts of the parts that run in the pool, all parts at once."""
         if not parts or not pairs:
             return [[] for _ in parts]
@@ -180,7 +182,11 @@ class Verify:
         self, part: Part, pairs: Sequence[tuple[Prompt, Completion]], step: int, number: int, pinned: bool = True
     ) -> Job:
         batch = _batch(pairs, step)
-        message = {"kind": "call", "name": part.name, "batch": {**batch.__dict__, "rows": [dict(row) for row in batch.rows]}}
+        message = {
+            "kind": "call",
+            "name": part.name,
+            "batch": {**batch.__dict__, "rows": [dict(row) for row in batch.rows]},
+        }
         columns = tuple(dict.fromkeys(name for row in batch.rows for name in row if name != "prompt"))
         return Job(part.judge, message, self.timeout_s, columns, retry=False, pin=number if pinned else None)
 
@@ -266,7 +272,9 @@ def make_verify(reward: RewardConfig, data: Any, tokenizer: Any = None) -> Verif
     return verify_all
 
 
-def self_test(reward: RewardConfig, task_verifier: str | None, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str | None]:
+def self_test(
+    reward: RewardConfig, task_verifier: str | None, rows: Sequence[tuple[str, Mapping[str, Any]]]
+) -> list[str | None]:
     """For each (place, row) why it cannot be used, or None (see selftest.py). Reward functions have none: they are the user's."""
     faults: list[str | None] = [None] * len(rows)
     for part in make_parts(reward, task_verifier):

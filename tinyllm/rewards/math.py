@@ -102,7 +102,11 @@ class MathVerifier(Region, Verifier):
 
     def _plain(self, gold: Tree, found: str) -> bool:
         """Free text without marked mathematics: the one number it states, where the gold is a number."""
-        stated = stated_number(found) if self.rule == "final" and gold[0] == "num" and not set(found) & set("\\^_$") else None
+        stated = (
+            stated_number(found)
+            if self.rule == "final" and gold[0] == "num" and not set(found) & set("\\^_$")
+            else None
+        )
         return stated is not None and read(stated) == gold
 
     def _gold(self, row: Row) -> tuple[Tree, str]:

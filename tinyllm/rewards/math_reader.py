@@ -212,7 +212,9 @@ class _Parser:
         while True:
             kind, text = self.peek()
             word = text.strip(" ,").lower()
-            if (kind == "op" and text in (",", ";", "or", "and")) or (kind in ("text", "word") and word in ("and", "or", "")):
+            if (kind == "op" and text in (",", ";", "or", "and")) or (
+                kind in ("text", "word") and word in ("and", "or", "")
+            ):
                 self.at += 1
                 found = True
             else:
@@ -250,11 +252,21 @@ class _Parser:
         kind, text = self.peek()
         if kind != "text" or not re.match(r"\s*(?:for|where|with)\b", text):
             return
-        allowed = set("for any all every each some where with is are a an constant constants real integer arbitrary number".split())
+        allowed = set(
+            "for any all every each some where with is are a an constant constants real integer arbitrary number".split()
+        )
         for kind, text in self.tokens[self.at :]:
-            if kind == "text" and set(text.lower().replace(",", " ").split()) - allowed <= {"numbers", "value", "values"}:
+            if kind == "text" and set(text.lower().replace(",", " ").split()) - allowed <= {
+                "numbers",
+                "value",
+                "values",
+            }:
                 continue
-            if (kind == "word" and len(text) == 1) or (kind == "cmd" and text in GREEK) or (kind, text) in (("op", ","), ("op", "in")):
+            if (
+                (kind == "word" and len(text) == 1)
+                or (kind == "cmd" and text in GREEK)
+                or (kind, text) in (("op", ","), ("op", "in"))
+            ):
                 continue
             raise Unreadable(f"{text!r} after the answer")
         self.at = len(self.tokens)

@@ -131,7 +131,9 @@ class Pool:
 
     def _dispatch(self, jobs: Sequence[Job], waiting: deque[int]) -> None:
         for slot, worker in enumerate(self._workers):
-            mine = [index for index in waiting if jobs[index].pin is None or jobs[index].pin % len(self._workers) == slot]  # type: ignore[operator]
+            mine = [
+                index for index in waiting if jobs[index].pin is None or jobs[index].pin % len(self._workers) == slot
+            ]  # type: ignore[operator]
             if not mine:
                 continue
             if worker is None:
@@ -155,7 +157,9 @@ class Pool:
 
     def _send(self, worker: _Worker, job: Job) -> None:
         worker.preparing = job.key not in worker.prepared
-        message: dict[str, Any] = {"kind": "prepare", "spec": job.spec, "columns": job.columns} if worker.preparing else job.message
+        message: dict[str, Any] = (
+            {"kind": "prepare", "spec": job.spec, "columns": job.columns} if worker.preparing else job.message
+        )
         seconds = START_S if worker.preparing else job.timeout_s
         assert worker.process.stdin is not None
         try:

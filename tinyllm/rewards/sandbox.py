@@ -138,7 +138,9 @@ def choose(level: Level | Literal["auto"] = "auto") -> Rung:
             if not problem:
                 return rung
             tried.append(f"{rung.level}{' (user namespace)' if rung.user_namespace else ''}: {problem}")
-    raise RewardError(f"no sandbox for model-written code works here ({'; '.join(tried) or 'none installed'}); {INSTALL}")
+    raise RewardError(
+        f"no sandbox for model-written code works here ({'; '.join(tried) or 'none installed'}); {INSTALL}"
+    )
 
 
 def _rungs() -> list[Rung]:
@@ -274,9 +276,7 @@ def _bwrap(rung: Rung, limits: Limits, filter_fd: int) -> list[str]:
 # Talking to it
 
 
-def _converse(
-    started: _Started, request: bytes, secret: bytes, stdin: bytes, limits: Limits, group: Group
-) -> Outcome:
+def _converse(started: _Started, request: bytes, secret: bytes, stdin: bytes, limits: Limits, group: Group) -> Outcome:
     """Feed the request and standard input, collect reports and output, keep the clock. Ends everything before it returns."""
     process = started.process
     assert process.stdin and process.stdout
@@ -321,7 +321,9 @@ def _converse(
         raise SandboxError(f"the sandbox broke before the submission started (exit code {code})")
     lines = bytes(buffers["channel"]).split(b"\n")
     reports = [line[len(secret) :].decode("utf-8", "replace") for line in lines if line.startswith(secret)]
-    return Outcome(tuple(reports), bytes(buffers["output"]), code, stopped or ("memory" if group.out_of_memory() else None))
+    return Outcome(
+        tuple(reports), bytes(buffers["output"]), code, stopped or ("memory" if group.out_of_memory() else None)
+    )
 
 
 def _write(started: _Started, selector: selectors.BaseSelector, descriptor: int, writes: dict[int, memoryview]) -> None:

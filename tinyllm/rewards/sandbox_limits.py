@@ -93,7 +93,9 @@ class Group:
                     return int(counts.get("oom_kill", 0)) > 0
         return False
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Kill what is left in the group and remove it."""
         end = time.monotonic() + 5
         for folder in self._folders.values():

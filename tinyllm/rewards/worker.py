@@ -107,4 +107,3 @@ def from_json(fields: list[Any]) -> Verdict:
     """The verdict again."""
     value, reason, answer, parts = fields
     return Verdict(value, reason, answer, tuple((name, number) for name, number in parts))
-

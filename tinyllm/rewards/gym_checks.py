@@ -1,0 +1,407 @@
+"""Checks of reasoning-gym answers: each from (gold, metadata) to a check of an answer text. Exact, without partial credit.
+
+The generators of reasoning-gym are used, its scores are not: they evaluate model text, take nan, prefixes and near misses.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from tinyllm.rewards.math_compare import Rules
+from tinyllm.rewards.math_compare import same as same_answer
+from tinyllm.rewards.math_reader import Tree, Unreadable, read
+from tinyllm.rewards.math_value import TooLarge, Undefined, numeric, symbols
+from tinyllm.rewards.numbers import read_number
+
+Check = Callable[[str], bool]
+Metadata = Mapping[str, Any]
+MAX_CHARS = 20_000
+MAX_FORMULA_DEPTH = 60
+MAX_VARIABLES = 12
+
+
+class BadGold(ValueError):
+    """The row cannot be judged; the message says why."""
+
+
+def text_check(gold: str, metadata: Metadata) -> Check:
+    """The gold text, white space at line ends and around aside."""
+    want = _lines(gold)
+    return lambda answer: _lines(answer) == want
+
+
+def number_check(gold: str, metadata: Metadata) -> Check:
+    """The gold number, in any of our forms."""
+    number = read_number(gold)
+    if number is None:
+        raise BadGold(f"gold {gold!r} is no number")
+    return lambda answer: (found := read_number(answer)) is not None and found.value == number.value
+
+
+def numbers_check(gold: str, metadata: Metadata) -> Check:
+    """The gold list of numbers, in order: [1, '2'] or 1 2 or 1, 2."""
+    want = _numbers(gold)
+    if want is None:
+        raise BadGold(f"gold {gold!r} is no list of numbers")
+    return lambda answer: _numbers(answer) == want
+
+
+def words_check(gold: str, metadata: Metadata) -> Check:
+    """The gold list of words, in order, between commas."""
+    want = [word.strip() for word in gold.split(",")]
+    return lambda answer: [word.strip() for word in answer.strip("[] ").split(",")] == want
+
+
+def grid_check(gold: str, metadata: Metadata) -> Check:
+    """The gold grid: rows of cells, as nested lists or as lines; shape and every cell."""
+    want = _grid(gold)
+    if not want:
+        raise BadGold(f"gold {gold!r} is no grid")
+    return lambda answer: _grid(answer) == want
+
+
+def truth_check(gold: str, metadata: Metadata) -> Check:
+    """True or False, in any case."""
+    if gold.strip().lower() not in ("true", "false"):
+        raise BadGold(f"gold {gold!r} is neither True nor False")
+    return lambda answer: answer.strip().lower() == gold.strip().lower()
+
+
+def factors_check(gold: str, metadata: Metadata) -> Check:
+    """The prime factors, in any order."""
+    want = _factors(gold)
+    if want is None:
+        raise BadGold(f"gold {gold!r} is no product of whole numbers")
+    return lambda answer: _factors(answer) == want
+
+
+def math_check(gold: str, metadata: Metadata) -> Check:
+    """An expression equal to the gold."""
+    want = _read(gold)
+    if want is None:
+        raise BadGold(f"gold {gold!r} does not read as mathematics")
+    return lambda answer: (found := _read(answer)) is not None and _equal(want, found)
+
+
+def choice_check(gold: str, metadata: Metadata) -> Check:
+    """One of the valid answers of the metadata (the gold, when there are none)."""
+    valid = [_lines(str(text)) for text in metadata.get("valid_answers") or [gold]]
+    return lambda answer: _lines(answer) in valid
+
+
+def countdown_check(gold: str, metadata: Metadata) -> Check:
+    """An expression of the given numbers, each as often as given, with the target as its value; "= target" may follow."""
+    numbers, target = metadata.get("numbers"), metadata.get("target")
+    if not numbers or not isinstance(target, int):
+        raise BadGold("metadata lacks numbers or target")
+    want = sorted(int(number) for number in numbers)
+
+    def check(answer: str) -> bool:
+        expression, equals, right = answer.partition("=")
+        if equals and ((stated := read_number(right)) is None or stated.value != target):
+            return False
+        found = arithmetic(expression)
+        return found is not None and found[0] == target and sorted(found[1]) == want
+
+    return check
+
+
+def puzzle24_check(gold: str, metadata: Metadata) -> Check:
+    """Countdown to 24."""
+    return countdown_check(gold, {"numbers": metadata.get("numbers"), "target": 24})
+
+
+def integral_check(gold: str, metadata: Metadata) -> Check:
+    """An antiderivative: its derivative is the integrand at fixed points; only the variable and one constant may stand in it."""
+    variable = str(metadata.get("variable", "x"))
+    integrand = _read(str(metadata.get("integrand", "")))
+    if integrand is None or symbols(integrand) - {variable}:
+        raise BadGold("metadata lacks an integrand that reads as mathematics in its variable")
+
+    def check(answer: str) -> bool:
+        tree = _read(answer)
+        if tree is None or symbols(tree) - {variable, "C", "c", "K", "k"} or len(symbols(tree) - {variable}) > 1:
+            return False
+        others = {name: mpmath.mpf(1) for name in symbols(tree) - {variable}}
+        agreed = 0
+        with mpmath.workdps(60):
+            for point in (mpmath.mpf(7) / 11, mpmath.mpf(13) / 9, mpmath.mpf(29) / 13, mpmath.mpf(5) / 3):
+                try:
+                    slope = mpmath.diff(lambda value: numeric(tree, {variable: value, **others}), point)
+                    want = numeric(integrand, {variable: point})
+                except (Undefined, TooLarge, ArithmeticError, ValueError):
+                    continue
+                if abs(slope - want) > mpmath.mpf(10) ** -20 * max(1, abs(want)):
+                    return False
+                agreed += 1
+        return agreed >= 3
+
+    return check
+
+
+def moves_check(gold: str, metadata: Metadata) -> Check:
+    """Turns that solve the scrambled cube; anything but turns is no answer. Needs reasoning-gym's cube."""
+    size, scramble = metadata.get("cube_size"), metadata.get("scramble_moves")
+    if not isinstance(size, int) or not isinstance(scramble, str):
+        raise BadGold("metadata lacks cube_size or scramble_moves")
+
+    def check(answer: str) -> bool:
+        from magiccube.cube import Cube
+
+        turns = answer.split()
+        if not turns or len(turns) > 500 or not all(re.fullmatch(r"[UDLRFB][2']?", turn) for turn in turns):
+            return False
+        cube = Cube(size)
+        cube.rotate(scramble)
+        cube.rotate(" ".join(f"{turn[0]} {turn[0]}" if turn.endswith("2") else turn for turn in turns))
+        return bool(cube.is_done())
+
+    return check
+
+
+def entailed_check(gold: str, metadata: Metadata) -> Check:
+    """A formula that follows from the premises, is not true by itself, and is none of the premises."""
+    names = [str(name) for name in metadata.get("variables") or ()]
+    premises = [_Formula(str(text)).read() for text in metadata.get("premises") or ()]
+    if not names or not premises or None in premises or len(names) > MAX_VARIABLES:
+        raise BadGold("metadata lacks variables or premises that can be read")
+
+    def check(answer: str) -> bool:
+        formula = _Formula(answer).read()
+        if formula is None or formula in premises or _letters(formula) - set(names):
+            return False
+        rows = [dict(zip(names, row, strict=True)) for row in itertools.product((False, True), repeat=len(names))]
+        follows = all(_truth(formula, row) for row in rows if all(_truth(premise, row) for premise in premises))
+        return follows and not all(_truth(formula, row) for row in rows)
+
+    return check
+
+
+# Readers
+
+
+def _lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.strip().split("\n")]
+
+
+def _numbers(text: str) -> list[Fraction | int] | None:
+    text = text.strip()
+    if len(text) > MAX_CHARS:
+        return None
+    if text.startswith("[") != text.endswith("]"):
+        return None
+    inside = text.strip("[]") if text.startswith("[") else text
+    parts = [part.strip() for part in (inside.split(",") if "," in inside else inside.split())]
+    found = [
+        read_number(part[1:-1] if len(part) > 1 and part[0] == part[-1] and part[0] in "'\"" else part)
+        for part in parts
+    ]
+    return None if None in found or not found else [number.value for number in found if number]
+
+
+def _grid(text: str) -> list[list[str]] | None:
+    """Rows of cells; None when the rows differ in length."""
+    text = text.strip()
+    if len(text) > MAX_CHARS:
+        return None
+    if text.startswith("["):
+        if not re.fullmatch(r"\[\s*(?:\[[^\[\]]*\]\s*,?\s*)*\]", text):
+            return None
+        rows = [[cell.strip().strip("'\"") for cell in row.split(",")] for row in re.findall(r"\[([^\[\]]*)\]", text)]
+    else:
+        rows = [line.split() for line in text.split("\n")]
+    return rows if rows and all(rows) and len({len(row) for row in rows}) == 1 else None
+
+
+def _factors(text: str) -> list[int] | None:
+    parts = re.split(r"\s*[\u00d7*x]\s*", text.strip())
+    if not all(re.fullmatch(r"[0-9]{1,40}", part) for part in parts):
+        return None
+    return sorted(int(part) for part in parts)
+
+
+def _read(text: str) -> Tree | None:
+    try:
+        tree = read(re.sub(r"\bE\b", "e", text))
+    except Unreadable:
+        return None
+    return tree
+
+
+def _equal(gold: Tree, answer: Tree) -> bool:
+    try:
+        return same_answer(gold, answer, Rules()) is True
+    except (TooLarge, Undefined):
+        return False
+
+
+_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def arithmetic(text: str) -> tuple[Fraction, list[int]] | None:
+    """(exact value, whole numbers used) of + - * / and brackets over ASCII digits; None for anything else.
+
+    Python's parser makes the tree, after a check of the characters; only the tree's forms named here are computed.
+    """
+    text = text.strip().replace("\u2212", "-").replace("\u00d7", "*").replace("\u00f7", "/").replace("\u22c5", "*")
+    if len(text) > 500 or not re.fullmatch(r"[0-9+\-*/() ]+", text) or re.search(r"\*\*|//|[0-9]{20}", text):
+        return None
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    used: list[int] = []
+
+    def value(node: ast.AST) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            used.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+            inner = value(node.operand)
+            return -inner if isinstance(node.op, ast.USub) else inner
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        raise ValueError("not arithmetic")
+
+    try:
+        return value(tree), used
+    except (ValueError, ZeroDivisionError, RecursionError):
+        return None
+
+
+# Propositional logic
+
+_WORDS = {
+    "\u2227": "&",
+    "\u2228": "|",
+    "\u00ac": "!",
+    "\u2192": ">",
+    "\u2194": "=",
+    "~": "!",
+    "&&": "&",
+    "||": "|",
+    "<->": "=",
+    "->": ">",
+}
+Formula = tuple[Any, ...]
+
+
+class _Formula:
+    """Recursive descent over ! & | > = and brackets, loosest last."""
+
+    def __init__(self, text: str) -> None:
+        for word, sign in sorted(_WORDS.items(), key=lambda pair: -len(pair[0])):
+            text = text.replace(word, sign)
+        self.text = "".join(text.split())
+        self.at = 0
+        self.depth = 0
+
+    def read(self) -> Formula | None:
+        """The formula of the whole text; None when it does not read."""
+        if not 0 < len(self.text) <= 2_000:
+            return None
+        try:
+            formula = self._level(0)
+        except ValueError:
+            return None
+        return formula if self.at == len(self.text) else None
+
+    def _level(self, level: int) -> Formula:
+        if level == 4:
+            return self._atom()
+        formula = self._level(level + 1)
+        sign = "=>|&"[level]
+        while self.at < len(self.text) and self.text[self.at] == sign:
+            self.at += 1
+            formula = (sign, formula, self._level(level if sign == ">" else level + 1))
+        return formula
+
+    def _atom(self) -> Formula:
+        self.depth += 1
+        if self.depth > MAX_FORMULA_DEPTH or self.at >= len(self.text):
+            raise ValueError("not a formula")
+        char = self.text[self.at]
+        self.at += 1
+        if char == "!":
+            formula: Formula = ("!", self._atom())
+        elif char == "(":
+            formula = self._level(0)
+            if self.text[self.at : self.at + 1] != ")":
+                raise ValueError("a bracket is not closed")
+            self.at += 1
+        elif "A" <= char <= "Z":
+            formula = (char,)
+        else:
+            raise ValueError("not a formula")
+        self.depth -= 1
+        return formula
+
+
+def _letters(formula: Formula) -> set[str]:
+    if len(formula) == 1:
+        return {formula[0]}
+    return set().union(*(_letters(part) for part in formula[1:]))
+
+
+def _truth(formula: Formula, row: Mapping[str, bool]) -> bool:
+    if len(formula) == 1:
+        return row.get(formula[0], False)
+    if formula[0] == "!":
+        return not _truth(formula[1], row)
+    left, right = _truth(formula[1], row), _truth(formula[2], row)
+    return {"&": left and right, "|": left or right, ">": not left or right, "=": left == right}[formula[0]]
+
+
+def _names(text: str) -> Sequence[str]:
+    return tuple(text.split())
+
+
+CHECKS: dict[str, Callable[[str, Metadata], Check]] = {
+    **dict.fromkeys(
+        _names(
+            "ab acre aiw base_conversion bf binary_alternation caesar_cipher circuit_logic color_cube_rotation course_schedule "
+            "dice emoji_mystery futoshiki family_relationships fraction_simplification isomorphic_strings letter_jumble mahjong_puzzle maze "
+            "needle_haystack ransom_note sentence_reordering spell_backward string_insertion string_manipulation string_splitting "
+            "string_synthesis syllogism time_intervals word_sequence_reversal zebra_puzzles"
+        ),
+        text_check,
+    ),
+    **dict.fromkeys(
+        _names(
+            "basic_arithmetic chain_sum coin_flip count_bits count_primes decimal_arithmetic decimal_chain_sum gcd gsm_symbolic "
+            "largest_island lcm leg_counting letter_counting number_sequence products rectangle_count rotten_oranges "
+            "simple_equations"
+        ),
+        number_check,
+    ),
+    **dict.fromkeys(_names("number_filtering number_sorting spiral_matrix"), numbers_check),
+    **dict.fromkeys(
+        _names("binary_matrix game_of_life manipulate_matrix mini_sudoku pool_matrix rotate_matrix sudoku"), grid_check
+    ),
+    **dict.fromkeys(_names("complex_arithmetic polynomial_multiplication"), math_check),
+    **dict.fromkeys(_names("intermediate_integration simple_integration"), integral_check),
+    "word_sorting": words_check,
+    "game_of_life_halting": truth_check,
+    "prime_factorization": factors_check,
+    "n_queens": choice_check,
+    "countdown": countdown_check,
+    "puzzle24": puzzle24_check,
+    "rubiks_cube": moves_check,
+    "propositional_logic": entailed_check,
+}
+"""The closed table: a data set without an entry is refused at load."""
+OPEN_GOLDS = frozenset(_names("countdown puzzle24 propositional_logic n_queens rubiks_cube"))
+"""Data sets whose answer is checked by its meaning: the row need not have a gold ("none")."""

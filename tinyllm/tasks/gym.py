@@ -1,0 +1,43 @@
+"""Tasks from reasoning-gym's generators: data.task = "gym:NAME". Prompts, golds and metadata are its; verdicts are ours."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any
+
+from tinyllm.errors import DataError
+from tinyllm.rewards.gym_checks import CHECKS
+
+TRAIN, HELD_OUT = 1_000, 200
+"""Rows generated for each side, before equal prompts are taken out."""
+SYSTEM_PROMPT = "Think, then give the final answer in <answer></answer>."
+
+
+def generate(name: str, seed: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(train, held_out) rows {"prompt", "dataset", "answer", "metadata"} of a reasoning-gym data set.
+
+    Deterministic in the seed; held-out prompts are not among those trained on.
+    Raises DataError for a data set without a check of ours, and without the [gym] extra.
+    """
+    if name not in CHECKS:
+        close = difflib.get_close_matches(name, CHECKS, 1)
+        hint = f"nearest: {close[0]!r}" if close else f"there are: {', '.join(sorted(CHECKS))}"
+        raise DataError(f"data.task = 'gym:{name}' has no verifier of ours; {hint}")
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise DataError(f"data.task = 'gym:{name}' needs reasoning-gym; pip install 'tinyllm[gym]'") from None
+    sides = []
+    seen: set[str] = set()
+    for size, offset in ((HELD_OUT, 1_000_003), (TRAIN, 0)):
+        rows = []
+        for item in reasoning_gym.create_dataset(name, size=size, seed=seed + offset):
+            if item["question"] not in seen:
+                seen.add(item["question"])
+                metadata = json.loads(json.dumps(item["metadata"], default=str))
+                rows.append(
+                    {"prompt": item["question"], "dataset": name, "answer": str(item["answer"]), "metadata": metadata}
+                )
+        sides.append(rows)
+    return sides[1], sides[0]
