@@ -45,7 +45,7 @@ def grpo(
     path = Path(config.run.dir) if config.run.dir else new_run_path()
     with write_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-    parts = _Parts(config, reward, callbacks)
+    parts = Parts(config, reward, callbacks)
     try:
         with RunDir.create(path, parts.manifest()) as run:
             return parts.train(run, Progress(), recorded=[])
@@ -56,7 +56,7 @@ def grpo(
 def resume(path: str | Path, *, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Go on with a run that was stopped: it ends as it would have without the stop. Raises RunError."""
     with RunDir.open(path) as run:
-        parts = _Parts(run.config, None, callbacks)
+        parts = Parts(run.config, None, callbacks)
         try:
             parts.require_same_start(run)
             progress = Progress()
@@ -69,7 +69,7 @@ def resume(path: str | Path, *, callbacks: Sequence[Callback] = ()) -> RunResult
             parts.close()
 
 
-class _Parts:
+class Parts:
     """Everything a run is made of, built in the order in which mistakes are cheapest to find."""
 
     def __init__(self, config: GRPOConfig, reward: Callable[..., Any] | None, callbacks: Sequence[Callback]) -> None:

@@ -210,13 +210,17 @@ def step_metrics(
         "denominator": batch.denominator,
         "microbatches": [list(rows) for rows in batch.microbatches],
         "hashes": {
-            "verdicts": hash_json(
-                [[r.verdict.value, r.verdict.reason, r.verdict.answer, r.verdict.parts] for r in rollouts]
-            ),
+            "verdicts": hash_verdicts(groups),
             **result.hashes,
             "weights": revision.hash,
         },
     }
+
+
+def hash_verdicts(groups: Sequence[Group]) -> str:
+    """Hash of every verdict of a step, in order."""
+    verdicts = [r.verdict for g in groups for r in g.rollouts]
+    return hash_json([[v.value, v.reason, v.answer, v.parts] for v in verdicts])
 
 
 def _any_signal(batch: Batch, group: int, size: int) -> bool:

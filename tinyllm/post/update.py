@@ -44,7 +44,8 @@ class UpdateResult:
     non_finite: str | None = None
     """Where the first non-finite number was, or None."""
     hashes: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+    """Trainer log-probabilities of the first pass, by row: [completion length] each."""
 
 
 def objective_axes(config: GRPOConfig) -> dict[str, Any]:
@@ -88,7 +89,7 @@ class Updater:
                 break
         self.optimizer.zero_grad()
         hashes = {**result.hashes, "logprobs": hash_tensor(_joined(old)), "advantages": hash_tensor(batch.advantages)}
-        return replace(result, stats=_with_gap(result.stats, gap), hashes=hashes)
+        return replace(result, stats=_with_gap(result.stats, gap), hashes=hashes, logprobs=old)
 
     def _accumulate(
         self, batch: Batch, old: dict[int, Tensor], references: dict[int, Tensor], updates: int
