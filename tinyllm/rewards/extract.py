@@ -155,13 +155,10 @@ class Region:
 
     def _final(self, text: str) -> tuple[str | None, str]:
         """The statement after the last "answer is" / "answer:", else the last line that is not blank."""
-        stated = None
-        for stated in _STATED.finditer(text):
-            pass
-        if stated is not None:
-            text = text[stated.end() - (4 if stated[0].lower().rstrip(" *_:").endswith(" not") else 0) :].split(
-                "\n", 1
-            )[0]
+        last = deque(_STATED.finditer(text), maxlen=1)
+        if last:
+            negated = last[0][0].lower().rstrip(" *_:").endswith(" not")  # "is not 72": the "not" stays
+            text = text[last[0].end() - (4 if negated else 0) :].split("\n", 1)[0]
         else:
             text = text.rstrip().rpartition("\n")[2]
         return text.strip(), ""
