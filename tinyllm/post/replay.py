@@ -1,0 +1,340 @@
+"""Derive a finished run again from its initial weights and its recorded rollouts, hop by hop, and compare.
+
+Each step's verdicts, advantages, log-probabilities, loss, gradient and new weights are computed anew and held against
+what metrics.jsonl recorded; the first difference is named by step, hop and, where there is one, row. With another
+objective or reward it answers "what if" on the same rollouts: nothing is compared and the result stands in derived/.
+
+The parts are those of training (verify, make_batch, Updater, Optimizer), so replay and training cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinyllm import models
+from tinyllm.callbacks import Callback
+from tinyllm.config import GRPOConfig
+from tinyllm.configio import overlay
+from tinyllm.errors import ConfigError, RunError
+from tinyllm.files import json_text, write_atomic
+from tinyllm.hashing import hash_tensor, hash_tensors
+from tinyllm.manifest import compare_manifests
+from tinyllm.post.batch import Batch, Rules, make_batch
+from tinyllm.post.grpo import PRESETS
+from tinyllm.post.optimizer import learning_rate
+from tinyllm.post.run import Parts
+from tinyllm.post.trainer import hash_verdicts, step_metrics
+from tinyllm.post.update import UpdateResult
+from tinyllm.records import Group, Revision, Rollout, Verdict
+from tinyllm.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a replay first differs from the record."""
+
+    step: int
+    hop: str
+    """record, sample, verify, advantage, log-probability, loss, gradient, update or checkpoint."""
+    where: str | None
+    """Row (its group and sample), tensor or file, where there is one."""
+    recorded: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        place = f", {self.where}" if self.where else ""
+        return f"step {self.step}, {self.hop}{place}: recorded {self.recorded}, replayed {self.replayed}"
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What a replay found."""
+
+    steps: tuple[int, ...]
+    """Steps replayed."""
+    divergence: Divergence | None
+    conditions: tuple[tuple[str, Any, Any], ...]
+    """Properties of the manifest that differ here: (name, recorded, now)."""
+    what_if: Path | None = None
+    """Where the numbers of another objective or reward were written."""
+
+
+def replay(
+    path: str | Path,
+    *,
+    steps: tuple[int, int] | None = None,
+    sample: bool = False,
+    objective: str | None = None,
+    reward: str | None = None,
+    tolerance: float | None = None,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+    callbacks: Sequence[Callback] = (),
+) -> ReplayResult:
+    """Recompute the recorded steps of a run and compare every hop.
+
+    steps: first and last step; the start is the nearest checkpoint before. sample: draw every completion again too.
+    objective, reward: "what if", with another preset or reward function; nothing is compared. tolerance: compare
+    numbers within this relative difference instead of hashes (another processor). Raises RunError, ConfigError.
+    """
+    run = RunDir.read(path)
+    first, last = _range(run, steps)
+    config = _what_if(run.config, objective, reward)
+    parts = Parts(replace(config, eval=replace(config.eval, every=0)), None, callbacks)
+    try:
+        player = _Player(run, parts, sample, tolerance, compare=objective is None and reward is None)
+        done, divergence = 0, None
+        for step in player.start(first, last):
+            divergence = player.step(step)
+            done += 1
+            on_step(done, last - first + 1)
+            if divergence:
+                break
+        if divergence is None and player.compare:
+            divergence = player.final_model(last)
+        written = player.write_what_if(objective, reward) if not player.compare else None
+    finally:
+        parts.close()
+    now = parts.manifest()
+    conditions = [
+        c
+        for c in compare_manifests(run.manifest, now)
+        if c[0].partition(".")[0] in ("hashes", "probe", "versions", "machine")
+    ]
+    return ReplayResult(tuple(range(first, first + done)), divergence, tuple(conditions), written)
+
+
+def _range(run: RunDir, steps: tuple[int, int] | None) -> tuple[int, int]:
+    trained = [row["step"] for row in run.metrics("train")]
+    if not trained:
+        raise RunError(f"{run.path}: no step was trained, so there is nothing to replay")
+    first, last = steps or (1, trained[-1])
+    if not 1 <= first <= last <= trained[-1]:
+        raise ConfigError(f"--steps {first}:{last}: the run has steps 1 to {trained[-1]}")
+    return first, last
+
+
+def _what_if(config: GRPOConfig, objective: str | None, reward: str | None) -> GRPOConfig:
+    if objective is not None and objective not in PRESETS:
+        raise ConfigError(f"--objective {objective!r}: choose one of {', '.join(PRESETS)}")
+    changes: dict[str, Any] = {}
+    if objective is not None:
+        changes["objective.preset"] = objective
+    if reward is not None:
+        changes |= {"reward.functions": (reward,), "reward.weights": (), "reward.rule": None}
+    return overlay(config, changes)
+
+
+class _Player:
+    """Replays step after step on the parts of a run."""
+
+    def __init__(self, run: RunDir, parts: Parts, sample: bool, tolerance: float | None, compare: bool) -> None:
+        self.run, self.parts, self.sample, self.tolerance, self.compare = run, parts, sample, tolerance, compare
+        self.rules = Rules.of(parts.config)
+        self.metrics = {row["step"]: row for row in run.metrics("train")}
+        self.checkpoints = set(run.checkpoints.steps())
+        self.lines: list[dict[str, Any]] = []
+
+    def start(self, first: int, last: int) -> Iterator[int]:
+        """The steps to replay, once the weights are those before the first of them."""
+        begin = 0
+        for step in sorted((s for s in self.checkpoints if s < first), reverse=True):
+            try:
+                _, tensors, _ = self.run.load_checkpoint(step)
+            except RunError:
+                continue  # a damaged one; an earlier one, or the initial weights, will do
+            self.parts.optimizer.load(tensors)
+            begin = step
+            break
+        self.parts.engine.publish(Revision(begin, self.parts.weights_hash()))
+        for step in range(begin + 1, first):
+            self._train(step, self._groups(step))
+        yield from range(first, last + 1)
+
+    def step(self, step: int) -> Divergence | None:
+        """Replays one step; the first difference, or None."""
+        files = self.run.read_rollouts(step)
+        for file in files:
+            if file.changed and self.compare:
+                return Divergence(
+                    step, "record", file.changed[0], "a row with another checksum", "the row as it is now"
+                )
+        groups = [group for file in files for group in file.groups]
+        if self.sample and (found := self._sampled(step, groups)):
+            return found
+        judged = self._judged(step, groups)
+        if not self.compare:
+            batch, result, revision = self._train(step, judged)
+            self.lines.append(step_metrics(step, judged, batch, result, revision, self._lr(step)))
+            return None
+        if found := self._verified(step, groups, judged):
+            return found
+        batch, result, revision = self._train(step, groups)
+        return self._compared(step, batch, result, revision)
+
+    def _groups(self, step: int) -> list[Group]:
+        return [group for file in self.run.read_rollouts(step) for group in file.groups]
+
+    def _lr(self, step: int) -> float:
+        return learning_rate(self.parts.config.optimizer, step, self.parts.config.train.steps)
+
+    def _train(self, step: int, groups: Sequence[Group]) -> tuple[Batch, UpdateResult, Revision]:
+        batch = make_batch(groups, self.rules)
+        result = self.parts.updater(batch, self._lr(step))
+        revision = Revision(step, self.parts.weights_hash())
+        self.parts.engine.publish(revision)
+        return batch, result, revision
+
+    # -- hops -----------------------------------------------------------------------------------------------------
+
+    def _sampled(self, step: int, groups: Sequence[Group]) -> Divergence | None:
+        params = replace(self.parts.params, step=step)
+        again = self.parts.engine.sample([g.prompt for g in groups], params)
+        for (group, rollout), new in zip(_rows(groups), again, strict=True):
+            old = rollout.completion
+            for i, pair in enumerate(zip(old.token_ids, new.token_ids, strict=False)):
+                if pair[0] != pair[1]:
+                    return Divergence(step, "sample", f"{_name(group, rollout)}, token {i}", *pair)
+            if len(old.token_ids) != len(new.token_ids):
+                return Divergence(
+                    step, "sample", f"{_name(group, rollout)}, length", len(old.token_ids), len(new.token_ids)
+                )
+            for i, (was, now) in enumerate(zip(old.logprobs, new.logprobs, strict=True)):
+                if not self._same(was, now):
+                    return Divergence(step, "log-probability", f"{_name(group, rollout)}, token {i}", was, now)
+        return None
+
+    def _judged(self, step: int, groups: Sequence[Group]) -> list[Group]:
+        """The groups with verdicts given anew; a failure (no value) is kept as recorded, since it cannot be derived."""
+        prompts = [g.prompt for g, r in _rows(groups) if r.completion.finish_reason != "error"]
+        done = [r.completion for _, r in _rows(groups) if r.completion.finish_reason != "error"]
+        verdicts = iter(self.parts.verify(prompts, done, step))
+        judged = []
+        for group in groups:
+            rollouts = []
+            for r in group.rollouts:
+                verdict: Verdict = r.verdict if r.completion.finish_reason == "error" else next(verdicts)
+                keep = self.compare and r.verdict.value is None
+                rollouts.append(r if keep else Rollout(r.completion, verdict))
+            judged.append(Group(group.prompt, tuple(rollouts)))
+        return judged
+
+    def _verified(self, step: int, groups: Sequence[Group], judged: Sequence[Group]) -> Divergence | None:
+        for (group, was), (_, now) in zip(_rows(groups), _rows(judged), strict=True):
+            if was.verdict != now.verdict:
+                return Divergence(step, "verify", _name(group, was), _verdict(was), _verdict(now))
+        recorded, again = self.metrics[step]["hashes"]["verdicts"], hash_verdicts(groups)
+        return None if recorded == again else Divergence(step, "verify", None, recorded, again)
+
+    def _compared(self, step: int, batch: Batch, result: UpdateResult, revision: Revision) -> Divergence | None:
+        row = self.metrics[step]
+        hashes = row["hashes"]
+        if self.tolerance is not None:
+            return self._close(step, row, result)
+        if hashes["advantages"] != hash_tensor(batch.advantages):
+            return Divergence(step, "advantage", None, hashes["advantages"], hash_tensor(batch.advantages))
+        if found := self._log_probabilities(step, batch, result, row):
+            return found
+        pairs = (
+            ("loss", row["loss"], result.loss if batch.has_signal else 0.0),
+            ("gradient", hashes.get("gradient"), result.hashes.get("gradient")),
+            ("update", hashes["weights"], revision.hash),
+        )
+        for hop, was, now in pairs:
+            if was != now:
+                return Divergence(step, hop, None, was, now)
+        return self._checkpoint(step)
+
+    def _log_probabilities(
+        self, step: int, batch: Batch, result: UpdateResult, row: dict[str, Any]
+    ) -> Divergence | None:
+        if row["sampler_equal"] == 1.0:  # then the record holds the trainer's own numbers, token by token
+            for index, logp in sorted(result.logprobs.items()):
+                rollout = batch.rollouts[index]
+                for i, (was, now) in enumerate(zip(rollout.completion.logprobs, logp.tolist(), strict=True)):
+                    if was != now:
+                        name = (
+                            f"row {index} (prompt {rollout.completion.prompt_id}, sample {rollout.completion.sample})"
+                        )
+                        return Divergence(step, "log-probability", f"{name}, token {i}", was, now)
+        recorded, again = row["hashes"]["logprobs"], result.hashes["logprobs"]
+        return None if recorded == again else Divergence(step, "log-probability", None, recorded, again)
+
+    def _close(self, step: int, row: dict[str, Any], result: UpdateResult) -> Divergence | None:
+        """The comparison within a tolerance: the numbers a step leaves, without hashes."""
+        for hop, key, now in (
+            ("log-probability", "entropy", result.entropy),
+            ("loss", "loss", result.loss),
+            ("gradient", "grad_norm", result.grad_norm),
+        ):
+            if row[key] is not None and now is not None and not self._same(row[key], now):
+                return Divergence(step, hop, key, row[key], now)
+        return None
+
+    def _same(self, was: float, now: float) -> bool:
+        if self.tolerance is None:
+            return was == now
+        return math.isclose(was, now, rel_tol=self.tolerance, abs_tol=self.tolerance)
+
+    def _checkpoint(self, step: int) -> Divergence | None:
+        if step not in self.checkpoints:
+            return None
+        try:
+            _, saved, _ = self.run.load_checkpoint(step)
+        except RunError as error:
+            return Divergence(step, "checkpoint", str(error), "whole", "damaged")
+        for group, tensors in self.parts.optimizer.tensors().items():
+            for name, tensor in tensors.items():
+                was = saved.get(group, {}).get(name)
+                if was is None or not torch.equal(was.cpu(), tensor.cpu()):
+                    recorded = None if was is None else hash_tensor(was)
+                    return Divergence(step, "checkpoint", f"{group} {name}", recorded, hash_tensor(tensor))
+        return None
+
+    def final_model(self, last: int) -> Divergence | None:
+        """Whether model/ holds the weights of the last step."""
+        folder = self.run.path / "model"
+        if (
+            self.tolerance is not None
+            or last != max(self.metrics)
+            or not folder.is_dir()
+            or self.parts.config.lora.rank
+        ):
+            return None
+        saved = models.load_model(
+            str(folder), self.parts.config.model.dtype, self.parts.config.model.device
+        ).state_dict()
+        for name, tensor in self.parts.policy.causal.state_dict().items():
+            if name in saved and not torch.equal(saved[name], tensor):
+                return Divergence(last, "update", f"model/ {name}", hash_tensor(saved[name]), hash_tensor(tensor))
+        assert hash_tensors(saved), "a saved model has weights"
+        return None
+
+    def write_what_if(self, objective: str | None, reward: str | None) -> Path:
+        """metrics of another objective or reward on the recorded rollouts, in derived/, marked as such."""
+        name = "-".join(["what-if", *(x.replace(":", ".").replace("/", ".") for x in (objective, reward) if x)])
+        mark = {"what_if": {"objective": objective, "reward": reward}}
+        path = self.run.path / "derived" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, "".join(json_text(mark | line) + "\n" for line in self.lines).encode())
+        return path
+
+
+def _rows(groups: Sequence[Group]) -> Iterator[tuple[Group, Rollout]]:
+    for group in groups:
+        for rollout in group.rollouts:
+            yield group, rollout
+
+
+def _name(group: Group, rollout: Rollout) -> str:
+    return f"row of group {group.id}, sample {rollout.completion.sample}"
+
+
+def _verdict(rollout: Rollout) -> str:
+    v = rollout.verdict
+    return f"{v.value} ({v.reason})" if v.value is None else f"{v.value} (answer {v.answer!r})"
