@@ -37,7 +37,9 @@ def test_score_counts_values_and_unscored_rows(tmp_path, capsys):
 
 
 def test_score_with_functions_weights_columns_and_chat_completions(tmp_path, capsys, monkeypatch):
-    (tmp_path / "my_score.py").write_text("def length(completions, **_):\n    return [len(text) for text in completions]\n")
+    (tmp_path / "my_score.py").write_text(
+        "def length(completions, **_):\n    return [len(text) for text in completions]\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     rows = [{"prompt": "3 + 4?", "gold": "7", "out": [{"role": "assistant", "content": "7"}]}]
@@ -87,7 +89,9 @@ def test_no_attack_pays_on_our_verifiers(family, rule, capsys):
 
 def findings(function, *rows):
     verify = Verify(make_parts(RewardConfig(functions=(function,)), None))
-    return {finding.name for finding in probe(verify, [prompt(str(n), **row) for n, row in enumerate(rows)]) if finding.pays}
+    return {
+        finding.name for finding in probe(verify, [prompt(str(n), **row) for n, row in enumerate(rows)]) if finding.pays
+    }
 
 
 def test_weak_rewards_are_found_out():
@@ -106,9 +110,11 @@ def test_weak_rewards_are_found_out():
         return [float(len(text) < 50) for text in completions]
 
     def digits(completions, answer, **_):
-        return [float(text.isdigit() and int(text) == int(gold)) for text, gold in zip(completions, answer, strict=True)]
+        return [
+            float(text.isdigit() and int(text) == int(gold)) for text, gold in zip(completions, answer, strict=True)
+        ]
 
-    assert {"gold or another", "gold, continued", "gold then another answer".replace("gold then", "gold, then")} <= findings(contains, *rows)
+    assert {"gold or another", "gold, continued", "gold, then another answer"} <= findings(contains, *rows)
     assert "gold after the end of turn" in findings(ends, *rows)
     assert {"empty", "refusal", "the prompt"} <= findings(always, *rows)
     assert "empty" in findings(short, *rows)
@@ -116,8 +122,10 @@ def test_weak_rewards_are_found_out():
 
 
 def test_training_is_stopped_by_a_paying_attack_unless_it_is_allowed_by_name():
-    rows = data(*(prompt(str(n), prompt="Say anything.", answer=str(n)) for n in range(10)), verifier="format:rule=tag,gold=")
-    with pytest.raises(RewardError, match="the verifier pays for 'any', 'answers joined by or'"):
+    rows = data(
+        *(prompt(str(n), prompt="Say anything.", answer=str(n)) for n in range(10)), verifier="format:rule=tag,gold="
+    )
+    with pytest.raises(RewardError, match="the verifier pays for .*'any'"):
         probe_before_training(RewardConfig(), rows)
     with pytest.raises(RewardError) as caught:
         probe_before_training(RewardConfig(), rows, allowed=("any",))
@@ -133,7 +141,9 @@ def test_functions_of_the_user_are_not_called_before_training():
 
 
 def test_code_attacks_do_not_pay(tmp_path, capsys):
-    rows = [{"prompt": "Write add(a, b).", "calls": [[[2, 3], 5], [[1, 1], 2]], "solution": "def add(a, b): return a + b"}]
+    rows = [
+        {"prompt": "Write add(a, b).", "calls": [[[2, 3], 5], [[1, 1], 2]], "solution": "def add(a, b): return a + b"}
+    ]
     assert probe_main(["--verifier", "code", "--data", jsonl(tmp_path, rows)]) == 0
     assert "always-equal object" in capsys.readouterr().out
 

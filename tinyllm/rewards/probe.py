@@ -12,7 +12,7 @@ from typing import Any
 
 from tinyllm.config import RewardConfig
 from tinyllm.errors import DataError, RewardError
-from tinyllm.records import Completion, Prompt, Revision
+from tinyllm.records import Completion, Prompt, Revision, Verdict
 from tinyllm.rewards.base import Verifier
 from tinyllm.rewards.combine import Verify, make_parts
 from tinyllm.rewards.extract import Region
@@ -74,10 +74,7 @@ def probe(verify: Verify, prompts: Sequence[Prompt], rows: int = ROWS) -> list[F
         gold_texts = honest(verify, prompt.row)
         listed = attacks(verify, prompt.row)
         texts = [*gold_texts, *(attack.text for attack in listed)]
-        values = [
-            verdict.value
-            for verdict in verify([prompt], [_completion(prompt, n, text) for n, text in enumerate(texts)])
-        ]
+        values = [verdict.value for verdict in _judge(verify, prompt, texts)]
         top = max([value for value in values[: len(gold_texts)] if value is not None], default=0.0)
         for attack, value in zip(listed, values[len(gold_texts) :], strict=True):
             paid = value is not None and value > 0 and value >= top / 2
@@ -221,6 +218,14 @@ def _entry(row: Mapping[str, Any]) -> str | None:
         return read_tests(row).entry or "main"
     except DataError:
         return None
+
+
+def _judge(verify: Verify, prompt: Prompt, texts: Sequence[str]) -> list[Verdict]:
+    """All texts at once for our verifiers; one call each for functions, since one that raises leaves its batch unscored."""
+    completions = [_completion(prompt, number, text) for number, text in enumerate(texts)]
+    if all(isinstance(part.judge, Verifier) for part in verify.parts):
+        return verify([prompt], completions)
+    return [verdict for completion in completions for verdict in verify([prompt], [completion])]
 
 
 def _completion(prompt: Prompt, sample: int, text: str) -> Completion:
