@@ -166,14 +166,14 @@ def test_grpo_passes_the_configuration_and_ends_with_the_summary(trainer, tmp_pa
     assert main(["grpo", "--config", str(tmp_path / "run.toml"), "--prompts-per-step", "8"]) == 0
     assert (trainer.config.train.steps, trainer.config.train.prompts_per_step) == (2, 8)
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "loading the model"
-    assert out[1:4] == [
+    assert out[:2] == ["starting", "loading the model"]
+    assert out[2:5] == [
         "smollm2-135m-instruct on arithmetic, grpo, seed 0",
         "134.5M parameters trained in float32 on cpu; 519 prompts to train on, 162 held out",
         f"run directory {tmp_path / 'run'}",
     ]
-    assert out[4] == "step 0  held-out accuracy 0.14 [0.10, 0.20]  (23 of 162 prompts)"
-    assert out[5].startswith("step 1/2  reward 0.50  sampler = trainer 100%  1,500 tokens/s  2.0 s  0:0")
+    assert out[5] == "step 0  held-out accuracy 0.14 [0.10, 0.20]  (23 of 162 prompts)"
+    assert out[6].startswith("step 1/2  reward 0.50  sampler = trainer 100%  1,500 tokens/s  2.0 s  0:0")
     assert out[-5:] == [
         "held-out accuracy before  0.14 [0.10, 0.20]",
         "held-out accuracy after   0.85 [0.79, 0.90]   (162 prompts, 95% intervals)",

@@ -186,15 +186,15 @@ def test_resume_takes_complete_steps_and_puts_the_rest_aside(run, caplog):
 def test_metrics_are_deterministic_and_repeat_or_fail(tmp_path):
     path = tmp_path / "run"
     with RunDir.create(path, manifest()) as run:
-        run.log({"step": 1, "reward": 0.1 + 0.2, "loss_hash": "aa"})
+        run.log({"step": 1, "reward": 0.1 + 0.2, "hashes": {"loss": "aa"}})
         run.log({"step": 1, "kind": "eval", "accuracy": 0.5})
         run.log_timing({"step": 1, "sample_s": 1.5})
     text = (path / "metrics.jsonl").read_text()
     assert text == (
-        '{"loss_hash": "aa", "reward": 0.30000000000000004, "step": 1}\n{"accuracy": 0.5, "kind": "eval", "step": 1}\n'
+        '{"hashes": {"loss": "aa"}, "reward": 0.30000000000000004, "step": 1}\n{"accuracy": 0.5, "kind": "eval", "step": 1}\n'
     )
     with RunDir.open(path) as run:
-        run.log({"loss_hash": "aa", "step": 1, "reward": 0.1 + 0.2})
+        run.log({"hashes": {"loss": "aa"}, "step": 1, "reward": 0.1 + 0.2})
         assert (path / "metrics.jsonl").read_text() == text, "a line that is there is not written twice"
         with pytest.raises(RunError, match=r"step 1 does not repeat: accuracy is 0.6 and was 0.5"):
             run.log({"step": 1, "kind": "eval", "accuracy": 0.6})

@@ -110,6 +110,7 @@ def _grpo(words: Sequence[str]) -> int:
     from tinyllm.trackers import make_trackers
 
     callbacks = [show_progress(), *make_trackers(config.run.trackers)]
+    callbacks[0].on_phase("starting")  # importing torch and transformers takes seconds
     from tinyllm.post.run import grpo, resume
 
     try:

@@ -39,6 +39,7 @@ from tinyllm.files import (
     write_errors,
     write_json,
 )
+from tinyllm.manifest import compare_manifests
 from tinyllm.records import Group
 
 if TYPE_CHECKING:
@@ -318,8 +319,8 @@ def _line_key(row: Mapping[str, Any]) -> tuple[str, int]:
 
 def _first_difference(earlier: str, now: str, step: int) -> str:
     before, after = json.loads(earlier), json.loads(now)
-    key = next(key for key in sorted({*before, *after}) if before.get(key) != after.get(key))
+    name, was, value = compare_manifests(before, after, ignore=())[0]
     return (
-        f"step {step} does not repeat: {key} is {after.get(key)} and was {before.get(key)}; "
+        f"step {step} does not repeat: {name} is {value} and was {was}; "
         "resume where the run was made (compare the manifests with: tinyllm diff)"
     )
