@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from verifier_cases import case_ids, row_of, spec_of
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.rewards import build, sandbox, verify
@@ -16,19 +15,13 @@ from tinyllm.rewards.code import fenced_blocks, find_code, same, same_output
 from tinyllm.rewards.sandbox_limits import Group
 from tinyllm.rewards.selftest import row_fault
 
-ADD = {"prompt": "Write add(a, b).", "calls": [[[2, 3], 5], [[-4, 1], -3]], "solution": "def add(a, b):\n    return a + b"}
+ADD = {
+    "prompt": "Write add(a, b).",
+    "calls": [[[2, 3], 5], [[-4, 1], -3]],
+    "solution": "def add(a, b):\n    return a + b",
+}
 RUNGS = ("bubblewrap", "landlock")
 SHORT = sandbox.Limits(cpu_s=1.0, wall_s=2.0)
-
-
-@pytest.mark.parametrize("case", case_ids("code"))
-def test_cases(case):
-    spec = {**spec_of(case), "cpu_s": 2.0, "wall_s": 4.0}
-    verifier, row = build(spec), row_of(case)
-    verifier.check(row)
-    start = time.monotonic()
-    assert verify(verifier, row, case["completion"]).value == case["expect"]
-    assert time.monotonic() - start < case["max_s"]
 
 
 def test_bubblewrap_is_there_and_named_for_the_manifest():

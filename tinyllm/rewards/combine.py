@@ -23,7 +23,7 @@ from tinyllm.rewards.base import Verifier, build, is_family, verify
 from tinyllm.rewards.extract import RULES, Region
 from tinyllm.rewards.format import FormatVerifier
 from tinyllm.rewards.pool import START_S, Job, Pool
-from tinyllm.rewards.selftest import row_fault
+from tinyllm.rewards.selftest import Passed, row_fault
 from tinyllm.rewards.worker import from_json
 
 FINISHED_RULES = ("last_number", "final")
@@ -289,12 +289,28 @@ def self_test(
 def _row_faults(verifier: Verifier, rows: Sequence[Mapping[str, Any]], reward: RewardConfig) -> list[str | None]:
     if verifier.in_process:
         return [row_fault(verifier, row) for row in rows]
+    passed = Passed(verifier)
+    faults: list[str | None] = [None] * len(rows)
+    new = [index for index, row in enumerate(rows) if row not in passed]
+    if not new:
+        return faults
     pool = Pool(reward.workers)
     try:
-        limits = [PROBES * max(reward.timeout_s, verifier.time_limit(row)) for row in rows]
-        messages = [{"kind": "fault", "row": dict(row)} for row in rows]
+        limits = [PROBES * max(reward.timeout_s, verifier.time_limit(rows[index])) for index in new]
+        messages = [{"kind": "fault", "row": dict(rows[index])} for index in new]
         jobs = [Job(verifier.spec, message, limit) for message, limit in zip(messages, limits, strict=True)]
         results = pool.run(jobs)
     finally:
         pool.close()
-    return [f"the self-test {result['failed']}" if "failed" in result else result["fault"] for result in results]
+    for index, result in zip(new, results, strict=True):
+        faults[index] = f"the self-test {result['failed']}" if "failed" in result else result["fault"]
+    passed.add([rows[index] for index in new if faults[index] is None])
+    return faults
+
+
+def pool_verdicts(
+    pool: Pool, verifier: Verifier, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], timeout_s: float = 10.0
+) -> list[Verdict]:
+    """One verdict per (row, text), in order, from the pool's workers."""
+    jobs = [_verify_job(verifier, row, text, timeout_s) for row, text in zip(rows, texts, strict=True)]
+    return [_verdict(result) for result in pool.run(jobs)]
