@@ -12,20 +12,20 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile --const
 
 # An environment whose interpreter is gone (a Python upgrade, a moved folder) is made anew.
 ifneq ($(shell $(PY) -c 'print("works")' 2>/dev/null),works)
-$(shell rm -f $(VENV)/made $(VENV)/installed)
+$(shell rm -f $(VENV)/*.stamp $(VENV)/made)
 endif
 
-run: $(VENV)/installed
+run: $(VENV)/run.stamp
 	$(VENV)/bin/tinyllm grpo --config examples/arithmetic.toml $(ARGS)
 
 # Two workers of one thread each: what two cores do best.
-test: $(VENV)/installed
+test: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 $(ARGS)
 
 test-all: lint test
 	$(PY) -m pytest -m slow $(ARGS)
 
-lint: $(VENV)/installed
+lint: $(VENV)/test.stamp
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
@@ -34,12 +34,17 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-$(VENV)/made: scripts/make_venv.sh
-	PYTHON="$(PYTHON)" sh scripts/make_venv.sh $(VENV)
+$(VENV)/made: scripts/setup.sh
+	PYTHON="$(PYTHON)" sh scripts/setup.sh venv $(VENV)
 	touch $@
 
-# setuptools first and no isolated build: every version that is used is in constraints.txt.
-$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/made
+# setuptools first and no isolated builds: every version that is used is in constraints.txt.
+$(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/made
 	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/run.stamp
+	sh scripts/setup.sh tools $(VENV)
 	$(INSTALL) --no-build-isolation --editable '.[dev]'
 	touch $@

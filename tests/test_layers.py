@@ -15,6 +15,7 @@ LAYERS = """
     records errors
     hashing
     files config
+    options
     configio stats rollouts checkpoint manifest callbacks
     rundir
     report
@@ -26,7 +27,7 @@ LAYERS = """
     post
     cluster
     evaluate progress trackers score
-    rundiff runview doctor
+    rundiff runview doctor clitext
     cli
 """
 """Modules and packages of tinyllm, one row per layer; those of one row do not know each other."""
