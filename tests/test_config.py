@@ -15,7 +15,6 @@ from tinyllm.configio import (
     from_toml,
     load_toml,
     make_config,
-    options,
     overlay,
     parse_overrides,
     to_dict,
@@ -24,6 +23,7 @@ from tinyllm.configio import (
 )
 from tinyllm.errors import ConfigError
 from tinyllm.hashing import hash_bytes, hash_file, hash_json, hash_tensor, hash_tensors
+from tinyllm.options import options
 
 
 def from_words(line: str) -> GRPOConfig:

@@ -8,25 +8,16 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import tinyllm
-from tinyllm.config import SHORTCUTS, GRPOConfig
+from tinyllm.clitext import Command, grpo_help, overview, table, width
+from tinyllm.config import GRPOConfig
 from tinyllm.errors import ConfigError, TinyLLMError
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command: what it does, in a line; its arguments; the function that runs it and returns the exit code."""
-
-    about: str
-    example: str
-    run: Callable[[Sequence[str]], int]
+from tinyllm.files import FULL
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,13 +34,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `tinyllm runs | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except MemoryError:
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return _fail(f"{error.filename or 'disk'}: {error.strerror}; free some room", 1)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
         return _fail("out of memory; lower sampling.max_batch or train.tokens_per_microbatch", 1)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether this is a failed allocation, which torch reports in several ways."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_overview())
+        print(overview(COMMANDS))
         return 0
     if words[0] in ("-V", "--version"):
         print(f"tinyllm {tinyllm.__version__}")
@@ -90,7 +93,7 @@ class Arguments(argparse.ArgumentParser):
 
 def _grpo(words: Sequence[str]) -> int:
     if {"-h", "--help"} & set(words):
-        print(_grpo_help())
+        print(grpo_help(COMMANDS["grpo"].about))
         return 0
     from tinyllm.configio import load_toml, overlay, parse_overrides
 
@@ -151,7 +154,7 @@ def _models(words: Sequence[str]) -> int:
     for model in list_models():
         where = str(model.folder) if model.folder else f"fetched when first used ({model.download_bytes / 1e6:.0f} MB)"
         rows.append((model.name, f"{model.parameters / 1e6:.0f}M", model.license, f"{model.about}; {where}"))
-    print(_table(rows))
+    print(table(rows))
     print("\nAlso: any folder with a model in Hugging Face format, or any hub id, as --model.")
     return 0
 
@@ -160,7 +163,7 @@ def _tasks(words: Sequence[str]) -> int:
     Arguments("tasks").parse_args(words)
     from tinyllm.tasks import list_tasks
 
-    print(_table(list_tasks()))
+    print(table(list_tasks()))
     print("\nYour own rows: --data FILE.jsonl, FILE.parquet or a `datasets` name, and --reward module:function.")
     return 0
 
@@ -171,9 +174,9 @@ def _doctor(words: Sequence[str]) -> int:
 
     findings = examine()
     for finding in findings:
-        print(_table([(finding.mark, finding.name, finding.detail)], widths=(4, 26)))
+        print(table([(finding.mark, finding.name, finding.detail)], widths=(4, 26)))
         if finding.remedy:
-            print(textwrap.fill(f"→ {finding.remedy}", _width(), initial_indent=" " * 34, subsequent_indent=" " * 36))
+            print(textwrap.fill(f"→ {finding.remedy}", width(), initial_indent=" " * 34, subsequent_indent=" " * 36))
     broken = [finding for finding in findings if finding.mark == "FAIL"]
     print(f"\n{len(broken)} of {len(findings)} checks failed" if broken else "\nready")
     return 1 if broken else 0
@@ -196,7 +199,7 @@ def _runs(words: Sequence[str]) -> int:
     parser.add_argument("folder", nargs="?", default="runs", help="folder of run directories (default: runs)")
     from tinyllm.runview import list_runs
 
-    print(_table(list_runs(parser.parse_args(words).folder)))
+    print(table(list_runs(parser.parse_args(words).folder)))
     return 0
 
 
@@ -209,7 +212,7 @@ def _show(words: Sequence[str]) -> int:
     from tinyllm.runview import describe_run, describe_step
 
     run = RunDir.read(given.run)
-    print("\n".join(describe_run(run) if given.step is None else describe_step(run, given.step, _width())))
+    print("\n".join(describe_run(run) if given.step is None else describe_step(run, given.step, width())))
     return 0
 
 
@@ -226,6 +229,80 @@ def _diff(words: Sequence[str]) -> int:
     return 0 if comparison.equal else 1
 
 
+def _replay(words: Sequence[str]) -> int:
+    parser = Arguments("replay")
+    parser.add_argument("run", help="run directory")
+    parser.add_argument("--steps", metavar="A:B", help="only these steps, from the nearest checkpoint before them")
+    parser.add_argument("--sample", action="store_true", help="sample every completion again too")
+    parser.add_argument("--objective", metavar="PRESET", help="what if: another preset, on the recorded rollouts")
+    parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="what if: another reward function")
+    parser.add_argument("--tolerance", type=float, help="compare numbers within this, not hashes (another machine)")
+    given = parser.parse_args(words)
+    steps = _span(given.steps)
+    from tinyllm.progress import ReplayProgress
+    from tinyllm.rundir import RunDir
+
+    RunDir.read(given.run)  # a mistake here should not wait for torch
+    display = ReplayProgress()
+    display.on_phase("starting")
+    from tinyllm.post.replay import replay
+
+    try:
+        result = replay(
+            given.run,
+            steps=steps,
+            sample=given.sample,
+            objective=given.objective,
+            reward=given.reward,
+            tolerance=given.tolerance,
+            on_step=display.on_replayed,
+            callbacks=[display],
+        )
+    finally:
+        display.close()
+    print("\n".join(_replay_lines(result, given)))
+    return 1 if result.divergence else 0
+
+
+def _span(text: str | None) -> tuple[int, int] | None:
+    """3:7 as (3, 7), 3 as (3, 3)."""
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not first.isdigit() or not (last.isdigit() or not colon):
+        raise ConfigError(f"--steps {text}: write the first and the last step, as in 3:7")
+    return int(first), int(last if colon else first)
+
+
+def _replay_lines(result: Any, given: argparse.Namespace) -> list[str]:
+    count = len(result.steps)
+    lines = []
+    if result.conditions:
+        lines.append("recorded conditions that are different here:")
+        lines += [f"  {name}: {was} then, {now} now" for name, was, now in result.conditions]
+    if result.what_if is not None:
+        return [*lines, f"{count} steps computed on the recorded rollouts; what they would have been: {result.what_if}"]
+    if result.divergence is not None:
+        lines.append(f"first divergence: {result.divergence}")
+        if given.tolerance is None and result.conditions:
+            lines.append("where conditions differ, bits may: compare numbers instead with --tolerance 1e-4")
+        return lines
+    what = "every hash equal" if given.tolerance is None else f"every number within {given.tolerance:g}"
+    return [*lines, f"{count} steps, {what}" + (", sampled again too" if given.sample else "")]
+
+
+def _score(words: Sequence[str]) -> int:
+    from tinyllm.score import main as score
+
+    return score(words)
+
+
+def _probe(words: Sequence[str]) -> int:
+    from tinyllm.score import probe_main
+
+    return probe_main(words)
+
+
 COMMANDS = {
     "grpo": Command(
         "Train a model with Group Relative Policy Optimization on a verifiable reward.",
@@ -238,96 +315,21 @@ COMMANDS = {
     "runs": Command("List the runs in a folder, with their results.", "tinyllm runs runs/", _runs),
     "show": Command("Show what a run was, how far it got, what it sampled.", "tinyllm show RUN --step 20", _show),
     "report": Command("Draw a run's curves again: report.png.", "tinyllm report RUN", _report),
+    "replay": Command(
+        "Compute a run again from its record and compare every step to the last bit.",
+        "tinyllm replay RUN --steps 10:20 --sample",
+        _replay,
+    ),
     "diff": Command("Find the first step, hop and row where two runs part, and why.", "tinyllm diff RUN1 RUN2", _diff),
+    "score": Command(
+        "Score completions in a file with a verifier.",
+        "tinyllm score FILE.jsonl --verifier arithmetic --explain",
+        _score,
+    ),
+    "probe": Command(
+        "Attack a verifier, before training does.", "tinyllm probe --verifier arithmetic --data rows.jsonl", _probe
+    ),
 }
-
-
-# Help and tables
-
-
-def _overview() -> str:
-    rows = [(name, command.about) for name, command in COMMANDS.items()]
-    examples = [command.example for command in COMMANDS.values() if "--" in command.example]
-    return "\n".join(
-        [
-            "tinyllm: train language models with GRPO on verifiable rewards; every number can be derived again.",
-            "",
-            _bold("Commands"),
-            _table(rows, indent=2),
-            "",
-            _bold("Examples"),
-            "  tinyllm grpo                          the bundled model on arithmetic, a few minutes on two cores",
-            *(f"  {example}" for example in examples),
-            "",
-            "Each command explains itself: tinyllm COMMAND --help",
-        ]
-    )
-
-
-def _grpo_help() -> str:
-    from tinyllm.configio import describe_type, options, to_text
-
-    command = COMMANDS["grpo"]
-    short = ", ".join(f"--{name}" for name in ("data", *SHORTCUTS))
-    lines = [
-        command.about,
-        "",
-        "  tinyllm grpo [--config FILE.toml] [--section.option VALUE ...]",
-        "  tinyllm grpo --resume RUN",
-        "",
-        textwrap.fill(
-            f"A section may be left out where only one has the option: --group-size 4. Shorter still: {short}. "
-            "Lists are a,b,c; a true|false option alone means true; none unsets. "
-            "A TOML file has the same sections and names; the command line wins over it.",
-            _width(),
-        ),
-    ]
-    section = None
-    rows: list[tuple[str, ...]] = []
-    for name, option in options(GRPOConfig).items():
-        part, _, leaf = name.rpartition(".")
-        if part != section:
-            lines += [_table(rows, indent=2, widths=WIDTHS)] if rows else []
-            lines += ["", _bold(part or "general") + f"  {_section_help(part)}"]
-            section, rows = part, []
-        kind = describe_type(option.type)
-        telling = "|" in kind or (option.default is None and kind != "text")
-        rows.append((leaf, to_text(option.default), option.help + (f" ({kind})" if telling else "")))
-    return "\n".join([*lines, _table(rows, indent=2, widths=WIDTHS)])
-
-
-WIDTHS = (22, 21)
-
-
-def _section_help(section: str) -> str:
-    kind: Any = GRPOConfig()
-    for part in section.split(".") if section else ():
-        kind = getattr(kind, part)
-    return type(kind).__doc__ or ""
-
-
-def _table(rows: Sequence[Sequence[str]], *, indent: int = 0, widths: Sequence[int] = ()) -> str:
-    """Columns aligned, the last one wrapped to the terminal."""
-    if not rows:
-        return ""
-    count = len(rows[0])
-    sizes = list(widths) or [max(len(row[i]) for row in rows) for i in range(count - 1)]
-    lines = []
-    for row in rows:
-        lead = " " * indent + "".join(f"{cell:<{size}}  " for cell, size in zip(row, sizes, strict=False))
-        column = " " * (indent + sum(sizes) + 2 * len(sizes))
-        room = max(_width() - len(column), 30)
-        wrapped = textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) or [""]
-        lines += [(lead + wrapped[0]).rstrip(), *(column + line for line in wrapped[1:])]
-    return "\n".join(lines)
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size((120, 24)).columns, 130)
-
-
-def _bold(text: str) -> str:
-    return f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""The error numbers of a full disk, quota or file."""
 
 
 @contextlib.contextmanager

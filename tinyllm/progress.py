@@ -152,6 +152,28 @@ class LiveProgress(PlainProgress):
         return Stack(*lines)
 
 
+class ReplayProgress(Callback):
+    """One line that is drawn again while a run is replayed; nothing without a terminal."""
+
+    def __init__(self) -> None:
+        console = Console(file=sys.stdout)
+        self.status = console.status("") if console.is_terminal else None
+
+    def on_phase(self, phase: str) -> None:
+        if self.status is not None:
+            self.status.update(f"{phase} …")
+            self.status.start()
+
+    def on_replayed(self, done: int, total: int) -> None:
+        """A step was replayed."""
+        self.on_phase(f"step {done} of {total} replayed")
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self.status is not None:
+            self.status.stop()
+
+
 # Words and numbers
 
 
