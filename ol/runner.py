@@ -1,17 +1,19 @@
 """Runs chapter tests in a process of its own: jobs come as JSON on standard input, events go out as JSON lines.
 
-    python -m ol.runner TESTS_FOLDER EVENTS_FILE < jobs.json     (after the first job only if all its tests pass)
-    jobs    [{"file": path of the file under test, "only": name of one test, or null}, ...]
+    python -m ol.runner TESTS_FOLDER EVENTS_FILE CPU_LIMIT_S < jobs.json
+    jobs    [{"file": path of the file under test, "only": name of one test, or null}, ...]; those after the first run
+            only if all its tests pass
     events  {"job": 0, "start": test} when a test starts; {"job": 0, "exit": code} when the job is done;
             {"job": 0, "test": name, "why", "passed", "message", "asserted": did an assertion fail} when a test ends
 
-One process runs all jobs, so that importing torch is paid once; the parent ends it when a test hangs.
+One process runs all jobs, so that importing torch is paid once. An endless loop ends at the limit of processor time.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -62,7 +64,8 @@ def where(error: pytest.ExceptionInfo[BaseException]) -> str:
     return f" (line {lines[-1]})" if lines else ""
 
 
-def main(tests: str, events: str) -> None:
+def main(tests: str, events: str, cpu_limit_s: str) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_limit_s), int(cpu_limit_s) + 5))
     with Path(events).open("w", encoding="utf-8") as out:
         for number, job in enumerate(json.load(sys.stdin)):
             os.environ["OL_FILE"] = job["file"]

@@ -107,10 +107,10 @@ def test_a_hanging_or_unimportable_workspace_is_reported(tmp_path, monkeypatch):
     from ol import check
     from tinyllm.errors import UserError
 
-    monkeypatch.setattr(check, "TEST_LIMIT_S", 6.0)
+    monkeypatch.setattr(check, "CPU_LIMIT_S", 8)
     file = tmp_path / "grpo.py"
     file.write_text("def group_advantages(*a, **k):\n    while True:\n        pass\n")
-    with pytest.raises(UserError, match="(test_grouped_rewards_are_centered|the runner) did not end within 6 s"):
+    with pytest.raises(UserError, match="test_grouped_rewards_are_centered did not end within 8 s"):
         check.run_tests(CHAPTER, file)
     monkeypatch.undo()
     file.write_text("import a_module_that_is_not_there\n")

@@ -332,6 +332,12 @@ def test_denominators():
         step_denominator(mask, "mean")
 
 
+@pytest.mark.parametrize("denominator", [0, -1.0, NAN])
+def test_a_denominator_that_cannot_be_right_is_refused(denominator):
+    with pytest.raises(AssertionError, match="for 3 trained tokens"):
+        clipped_objective(torch.zeros(3), torch.zeros(3), torch.ones(3), denominator=denominator)
+
+
 # ---- sampler and trainer disagree
 
 
@@ -448,3 +454,18 @@ def test_shapes_that_do_not_fit_are_refused_instead_of_broadcast():
     ):
         with pytest.raises(AssertionError):
             clipped_objective(*args)
+
+
+def test_one_and_two_threads_give_the_same_bits():
+    """Large enough that torch would split a sum over the whole tensor between threads."""
+    generator = torch.Generator().manual_seed(0)
+    new, old, ref = (torch.randn(96, 1024, generator=generator) * 0.3 - 2 for _ in range(3))
+    a, mask = torch.randn(96, generator=generator), torch.rand(96, 1024, generator=generator) < 0.8
+    threads = torch.get_num_threads()
+    results = []
+    for n in (1, 2):
+        torch.set_num_threads(n)
+        results.append(gradient(new, old, a, mask, aggregate="token", beta=0.1, logp_ref=ref, logp_sampler=old))
+    torch.set_num_threads(threads)
+    (loss, grad, stats), (other_loss, other_grad, other_stats) = results
+    assert loss == other_loss and torch.equal(grad, other_grad) and stats == other_stats
