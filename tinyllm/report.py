@@ -129,7 +129,7 @@ def _accuracy(axis: Any, train: Rows, evals: Rows) -> None:
 def _kl(axis: Any, train: Rows, evals: Rows) -> None:
     axis.set_title("KL per token")
     _line(axis, train, "kl", BLUE, "to the reference, in training")
-    _line(axis, evals, "kl", ORANGE, "to the start policy, held out")
+    _line(axis, evals, "kl", ORANGE, "to the start policy")
     if axis.lines:
         axis.set_ylim(bottom=0)
         axis.legend()

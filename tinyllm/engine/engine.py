@@ -228,9 +228,7 @@ class _Run:
             tokens, logprobs = greedy(logits, width)
         else:
             rows = [[uniform(m.key, len(b.tokens)) for m in b.members] for b in branches]
-            padded = torch.tensor(
-                [r + [0.0] * (width - len(r)) for r in rows], dtype=torch.float64, device=logits.device
-            )
+            padded = torch.tensor([r + [0.0] * (width - len(r)) for r in rows], dtype=torch.float64)
             tokens, logprobs = draw(logits, padded)
         return [
             self._children(branch, row_tokens, row_logprobs)

@@ -84,6 +84,9 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     is never drawn: the cumulative sums do not grow there, and right=True passes over it.
     """
     lse, e, _ = normalize(logits)
+    if e.device.type == "mps":  # has no fp64
+        e = e.cpu()
+    uniforms = uniforms.to(e.device)
     n, vocabulary = e.shape
     weights = F.pad(e, (0, -vocabulary % _DRAW_BLOCK)).view(n, -1, _DRAW_BLOCK)
     above = weights.sum(-1, dtype=torch.float64).cumsum(-1)  # [n, blocks]
@@ -92,7 +95,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     before = F.pad(above, (1, 0)).gather(-1, block)
     chosen = weights.gather(1, block[..., None].expand(-1, -1, _DRAW_BLOCK)).double().cumsum(-1)  # [n, M, within]
     rest = _below((target - before)[..., None], chosen[..., -1:])
-    tokens = block * _DRAW_BLOCK + torch.searchsorted(chosen, rest, right=True)[..., 0]
+    tokens = (block * _DRAW_BLOCK + torch.searchsorted(chosen, rest, right=True)[..., 0]).to(logits.device)
     return tokens, logits.gather(-1, tokens) - lse
 
 

@@ -19,15 +19,12 @@ _SUM_BLOCK = 4096
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """fp64 sum of x^2, block after block: the same for every number of threads."""
+    """fp64 sum of x^2 (on the CPU), block after block: the same for every number of threads."""
     flat = x.detach().reshape(-1)
     whole = flat.numel() // _SUM_BLOCK * _SUM_BLOCK
     blocks = flat[:whole].view(-1, _SUM_BLOCK).float().square().sum(-1)
     tail = flat[whole:].float().square().sum()
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for part in blocks.split(_SUM_BLOCK):
-        total = total + part.sum(dtype=torch.float64)
-    return total + tail
+    return torch.tensor(math.fsum([*blocks.tolist(), tail.item()]), dtype=torch.float64)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -79,7 +76,7 @@ class Optimizer:
     def gradient_norm(self) -> float:
         """L2 norm over all parameters."""
         squares = [sum_of_squares(g) for g in self.gradients().values()]
-        return math.sqrt(torch.stack(squares).sum().item()) if squares else 0.0
+        return math.sqrt(math.fsum(x.item() for x in squares))
 
     def non_finite_gradient(self) -> str | None:
         """Name of the first parameter whose gradient is not finite."""
