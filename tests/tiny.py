@@ -148,3 +148,21 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row.get("kind", "train") == kind]
+
+
+class ScriptedEngine:
+    """An engine that returns given token ids: what_ids(prompt, sample, params) -> ids. It logs what it was asked for."""
+
+    def __init__(self, what_ids: Any) -> None:
+        self.what_ids = what_ids
+        self.asked: list[list[Prompt]] = []
+        self.revisions: list[Revision] = []
+
+    def publish(self, revision: Revision) -> None:
+        self.revisions.append(revision)
+
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+        self.asked.append(list(prompts))
+        return [
+            completion(p.id, s, self.what_ids(p, s, params), draw=p.draw) for p in prompts for s in range(params.n)
+        ]
