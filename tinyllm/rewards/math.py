@@ -20,7 +20,7 @@ from tinyllm.rewards.extract import Region, math_spans
 from tinyllm.rewards.math_compare import EXPRESSIONS, Rules, check_value, same
 from tinyllm.rewards.math_reader import Tree, Unreadable, read
 from tinyllm.rewards.math_value import TooLarge, Undefined
-from tinyllm.rewards.numbers import stated_number
+from tinyllm.rewards.numbers import read_number, stated_number
 
 try:
     import math_verify
@@ -107,7 +107,8 @@ class MathVerifier(Region, Verifier):
             if self.rule == "final" and gold[0] == "num" and not set(found) & set("\\^_$")
             else None
         )
-        return stated is not None and read(stated) == gold
+        number = read_number(stated) if stated else None
+        return number is not None and number.value == gold[1]
 
     def _gold(self, row: Row) -> tuple[Tree, str]:
         text = gold_text(row, self.gold)

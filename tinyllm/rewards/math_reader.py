@@ -25,7 +25,9 @@ from tinyllm.rewards.numbers import MAX_EXPONENT, digits_to_int
 
 Tree = tuple[Any, ...]
 MAX_CHARS = 4_000
-MAX_DEPTH = 60
+MAX_DEPTH = 100
+MAX_CHAIN = 100
+"""Factors of one product, and signs after one atom."""
 MAX_NODES = 2_000
 
 FUNCTIONS = frozenset(
@@ -307,7 +309,7 @@ class _Parser:
 
     def term(self) -> Tree:
         tree = self.factor()
-        while True:
+        for _ in range(MAX_CHAIN):
             if self.is_op("*"):
                 self.at += 1
                 tree = self.node("mul", tree, self._signed())
@@ -322,6 +324,7 @@ class _Parser:
                 if tree[0] == "mixed":
                     raise Unreadable("two numbers side by side")
                 return tree
+        raise Unreadable(f"more than {MAX_CHAIN} factors")
 
     def _signed(self) -> Tree:
         if self.is_op("-"):
@@ -365,7 +368,7 @@ class _Parser:
 
     def factor(self) -> Tree:
         tree = self.atom()
-        while True:
+        for _ in range(MAX_CHAIN):
             if self.is_op("^"):
                 self.at += 1
                 if self.is_op("{") and self.peek(1) == ("op", "degree") and self.peek(2) == ("op", "}"):
@@ -392,6 +395,7 @@ class _Parser:
                 self.at += 1
             else:
                 return tree
+        raise Unreadable(f"more than {MAX_CHAIN} signs after one atom")
 
     @staticmethod
     def _is_unit(text: str) -> bool:
@@ -401,12 +405,13 @@ class _Parser:
     def _exponent(self) -> Tree:
         if self.is_op("{"):
             return self.group()
+        self.deeper()
+        negative = self.is_op("-")
         if self.is_op("-", "+"):
-            negative = self.peek()[1] == "-"
             self.at += 1
-            tree = self._script()
-            return self.node("neg", tree) if negative else tree
-        return self._script()
+        tree = self._script()
+        self.depth -= 1
+        return self.node("neg", tree) if negative else tree
 
     def _script(self) -> Tree:
         """One token as TeX takes it (x^23 is x^2 times 3), a whole number in plain text (2^10)."""
@@ -438,6 +443,12 @@ class _Parser:
         return self.atom()
 
     def atom(self) -> Tree:
+        self.deeper()
+        tree = self._atom()
+        self.depth -= 1
+        return tree
+
+    def _atom(self) -> Tree:
         kind, text = self.peek()
         if kind == "end of text":
             raise Unreadable("something is missing at the end")
