@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tinyllm import cli
 from tinyllm.errors import ConfigError
+from tinyllm.files import write_json
 from tinyllm.post import run as runs
 from tinyllm.post.replay import replay
 from tinyllm.records import Group, Rollout
@@ -181,8 +182,8 @@ def test_conditions_that_differ_are_named(copied):
     manifest = json.loads((copied / "manifest.json").read_text())
     assert replay(copied).conditions == ()
     manifest["versions"]["torch"] = "1.0"
-    manifest.pop("checksum", None)
-    (copied / "manifest.json").write_text(json.dumps(manifest))
+    del manifest["checksum"]
+    write_json(copied / "manifest.json", manifest)
     assert [(name, was) for name, was, _ in replay(copied).conditions] == [("versions.torch", "1.0")]
 
 
