@@ -85,6 +85,7 @@ class RewardConfig:
     weights: tuple[float, ...] = opt((), "one weight per function; empty = 1 each")
     rule: str | None = opt(None, "where the answer is read: last_number, exact_format; not set = the task's own")
     format_weight: float = opt(0.0, "weight of the strict format term beside correctness", ge=0)
+    allow_probes: tuple[str, ...] = opt((), "attacks on the verifier that may pay (tinyllm probe lists them)")
     timeout_s: float = opt(10.0, "seconds one verification may take; later it is marked unscored", gt=0)
     workers: int = opt(2, "processes that verify", ge=1)
 

@@ -31,6 +31,7 @@ from tinyllm.post.source import InlineSource, PromptOrder
 from tinyllm.post.trainer import Progress, Trainer
 from tinyllm.post.update import Scorer, Updater, adapter_off_scorer, model_scorer
 from tinyllm.records import Group, Revision, SamplingParams
+from tinyllm.rewards.probe import probe_before_training
 from tinyllm.rundir import RunDir, new_run_path
 
 
@@ -63,7 +64,7 @@ def resume(path: str | Path, *, callbacks: Sequence[Callback] = ()) -> RunResult
             if run.checkpoints.steps():
                 _, tensors, state = run.load_checkpoint()
                 parts.optimizer.load(tensors)
-                progress = Progress(**state)
+                progress = Progress(**state["progress"])
             return parts.train(run, progress, recorded=run.take_recorded(progress.step))
         finally:
             parts.close()
@@ -83,6 +84,7 @@ class Parts:
         self.tokenizer = models.load_tokenizer(config.model.name)
         self.data = tasks.load(replace(config, reward=judged), self.tokenizer)
         _check_data(config, self.data)
+        probe_before_training(judged, self.data, judged.allow_probes)
         self.verify = rewards.make_verify(judged, self.data, self.tokenizer)
         try:
             self._load_model()
@@ -129,6 +131,7 @@ class Parts:
     def _reference(self) -> Scorer | None:
         """Scores under the policy the KL is measured against: the start policy, or another model by name."""
         config = self.config
+        self.reference_hash = self.start_hash
         temperature, budget = config.sampling.temperature, config.train.tokens_per_microbatch
         if config.model.reference:
             other = models.load_model(config.model.reference, config.model.dtype, config.model.device)
@@ -137,6 +140,7 @@ class Parts:
                     f"model.reference = {config.model.reference!r} has another vocabulary than {config.model.name!r}; "
                     "choose a model of the same family"
                 )
+            self.reference_hash = models.content_hash(other)
             return model_scorer(Policy(other.requires_grad_(False)), temperature, budget)
         if config.lora.rank:
             return adapter_off_scorer(self.policy, temperature, budget)
@@ -153,6 +157,7 @@ class Parts:
             to_dict(self.config),
             hashes={
                 "weights": self.start_hash,
+                "reference": self.reference_hash,
                 "tokenizer": hash_bytes(backend.to_str().encode())
                 if backend
                 else hash_json(self.tokenizer.get_vocab()),
@@ -199,6 +204,7 @@ class Parts:
                 optimizer=self.optimizer,
                 updater=self.updater,
                 weights_hash=self.weights_hash,
+                reference_hash=self.reference_hash,
                 evaluate=self._evaluator(),
                 keep_best=lambda step: models.save_model(self.policy.model, self.tokenizer, run.path / "best"),
                 callbacks=self.callbacks,

@@ -58,6 +58,7 @@ class Trainer:
     optimizer: Optimizer
     updater: Updater
     weights_hash: Callable[[], str]
+    reference_hash: str
     evaluate: Evaluate
     keep_best: Callable[[int], None]
     callbacks: Sequence[Callback] = ()
@@ -109,8 +110,14 @@ class Trainer:
             clock = time.perf_counter()
 
     def save(self) -> None:
-        """A checkpoint of the current step."""
-        self.run.save_checkpoint(self.progress.step, self.optimizer.tensors(), vars(self.progress))
+        """A checkpoint of the current step. Random numbers are keyed by seed and step: they have no other state."""
+        state = {
+            "progress": vars(self.progress),
+            "seed": self.config.seed,
+            "lr": learning_rate(self.config.optimizer, max(1, self.progress.step), self.config.train.steps),
+            "reference": self.reference_hash,
+        }
+        self.run.save_checkpoint(self.progress.step, self.optimizer.tensors(), state)
 
     def first_evaluation(self) -> None:
         """The line of step 0, before any training."""

@@ -113,7 +113,7 @@ def probe_before_training(
         shown = next(finding for finding in found if finding.name == names[0])
         raise RewardError(
             f"the verifier pays for {', '.join(map(repr, names))} (example: {shown.example[:80]!r}); use a stricter rule, "
-            "or allow an attack by name"
+            "or let an attack pay with --reward.allow_probes NAME"
         )
     return found
 
