@@ -84,7 +84,7 @@ class Parts:
         self.tokenizer = models.load_tokenizer(config.model.name)
         self.data = tasks.load(replace(config, reward=judged), self.tokenizer)
         _check_data(config, self.data)
-        probe_before_training(judged, self.data, judged.allow_probes)
+        probe_before_training(judged, self.data, (*judged.allow_probes, *self.data.allow_probes))
         self.verify = rewards.make_verify(judged, self.data, self.tokenizer)
         try:
             self._load_model()
