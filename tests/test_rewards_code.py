@@ -34,7 +34,7 @@ def test_without_a_sandbox_code_is_refused_with_the_install_command(monkeypatch)
     monkeypatch.setattr(sandbox, "_rungs", list)
     with pytest.raises(RewardError, match="apt-get install bubblewrap"):
         sandbox.choose("auto")
-    assert sandbox.choose("unsafe").level == "unsafe"  # only by name
+    assert sandbox.choose("unsafe-no-sandbox").level == "unsafe-no-sandbox"  # only by name
     sandbox.choose.cache_clear()
 
 

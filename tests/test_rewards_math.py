@@ -9,7 +9,8 @@ import pytest
 
 from tinyllm.errors import DataError
 from tinyllm.rewards import build, verify
-from tinyllm.rewards.math_reader import Unreadable, read
+from tinyllm.rewards.math_reader import read
+from tinyllm.rewards.math_tokens import Unreadable
 from tinyllm.rewards.selftest import row_fault
 
 WITNESS = Path("/tmp/verifier_was_here")

@@ -92,7 +92,8 @@ def test_from_threads_and_inside_an_event_loop(make):
     verify = make("hang_on_text")
     results = {}
     threads = [
-        threading.Thread(target=lambda n=n: results.update({n: [v.value for v in judge(verify, ["a" * n])]})) for n in range(1, 5)
+        threading.Thread(target=lambda n=n: results.update({n: [v.value for v in judge(verify, ["a" * n])]}))
+        for n in range(1, 5)
     ]
     for thread in threads:
         thread.start()

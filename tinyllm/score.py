@@ -122,7 +122,8 @@ def score_file(file: str, reward: RewardConfig, columns: Mapping[str, str] | Non
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """Shares of 0, 1, other and unscored, and the mean with its 95% interval (of the share of 1, when all are 0 or 1)."""
+    """Shares of 0, 1, other and unscored, and the mean with its 95% interval (of the share of 1, when all are 0 or
+    1)."""
     values = [verdict.value for verdict in verdicts if verdict.value is not None]
     reasons = Counter(_kind(verdict.reason or "") for verdict in verdicts if verdict.value is None)
     lines = [f"{len(verdicts)} rows: {values.count(1.0)} score 1, {values.count(0.0)} score 0"]
@@ -172,6 +173,9 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", default="", help="one weight per verifier, between commas")
     parser.add_argument("--columns", default="", help="our column = yours: answer=solution,completion=output")
     parser.add_argument("--timeout-s", type=float, default=10.0, help="seconds one verdict may take (default 10)")
+    parser.add_argument(
+        "--unsafe-no-sandbox", action="store_true", help="run code without a sandbox: only code you trust"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes that verify (default 2)")
 
 
@@ -182,7 +186,14 @@ def _reward(arguments: argparse.Namespace) -> RewardConfig:
         raise UserError(f"--weights {arguments.weights!r}: give numbers between commas") from None
     if arguments.timeout_s <= 0 or arguments.workers < 1:
         raise UserError(f"--timeout-s {arguments.timeout_s:g}, --workers {arguments.workers}: both must be above 0")
-    return RewardConfig(tuple(arguments.verifier), weights, timeout_s=arguments.timeout_s, workers=arguments.workers)
+    specs = [_unsafe(spec) if arguments.unsafe_no_sandbox else spec for spec in arguments.verifier]
+    return RewardConfig(tuple(specs), weights, timeout_s=arguments.timeout_s, workers=arguments.workers)
+
+
+def _unsafe(spec: str) -> str:
+    if spec.partition(":")[0] != "code":
+        return spec
+    return spec + ("," if ":" in spec else ":") + "sandbox=unsafe-no-sandbox"
 
 
 def _columns(text: str) -> dict[str, str]:

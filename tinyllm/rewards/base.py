@@ -58,7 +58,8 @@ class Verifier(ABC):
 
     family: ClassVar[str]
     in_process: ClassVar[bool] = True
-    """Whether one verdict is bounded by construction (linear time, no foreign code), so that it needs no worker process."""
+    """Whether one verdict is bounded by construction (linear time, no foreign code), so that it needs no worker
+    process."""
     prompt_fails: ClassVar[bool] = True
     """Whether the prompt itself, as a completion, must score 0 (a self-test)."""
 
@@ -75,7 +76,8 @@ class Verifier(ABC):
         return ""
 
     def probes(self, row: Row) -> list[Probe]:
-        """Self-tests of the row beyond those every family has (empty text, the prompt): gold as an answer, wrong gold."""
+        """Self-tests of the row beyond those every family has (empty text, the prompt): gold as an answer, wrong
+        gold."""
         return []
 
     def warm_up(self) -> None:  # noqa: B027  most families have nothing to warm up
@@ -123,7 +125,8 @@ def correct(right: bool, answer: str | None) -> Verdict:
 
 
 def gold_text(row: Row, column: str) -> str:
-    """The row's gold as text. Raises DataError when it is missing or empty: an absent gold never equals an absent answer."""
+    """The row's gold as text. Raises DataError when it is missing or empty: an absent gold never equals an absent
+    answer."""
     if column not in row:
         raise DataError(
             f"the row has no column {column!r} with the gold answer; columns are {', '.join(row) or 'none'}"
@@ -167,9 +170,10 @@ def build(spec: str | Mapping[str, Any] | Verifier) -> Verifier:
 def _parse(spec: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if isinstance(spec, str) and spec.lstrip().startswith("{"):
         try:
-            spec = json.loads(spec)
+            found = json.loads(spec)
         except ValueError as error:
             raise RewardError(f"verifier spec {spec[:80]!r} is not JSON: {error}") from None
+        spec = found if isinstance(found, dict) else {}
     if isinstance(spec, Mapping):
         settings = dict(spec)
         return str(settings.pop("family", "")), settings

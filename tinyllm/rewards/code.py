@@ -1,10 +1,13 @@
 """Family "code": Python functions and programs, run in a fresh sandbox (sandbox.py) and judged outside it.
 
-Row columns: `entry` and `calls` ([[arguments], value] each); or `stdio` ([input, output] each); or `entry`, `inputs` and
-`residual`, a condition on the result x in terms of the function's parameters. `tol`: absolute or relative error allowed.
+Row columns: `entry` and `calls` ([[arguments], value] each); or `stdio` ([input, output] each); or `entry`, `inputs`
+and
+`residual`, a condition on the result x in terms of the function's parameters. `tol`: absolute or relative error
+allowed.
 `entry` may be left out when the prompt names the function, as in "add(a, b)". `solution`: reference code, run at load.
 
-Every test must report, in order, under the run's secret; a value is right when it is the expected plain data: true is not 1,
+Every test must report, in order, under the run's secret; a value is right when it is the expected plain data: true is
+not 1,
 a subclass is no number, a tuple is a list, 5.0 is 5. Exit status, printed verdicts and files count for nothing.
 """
 
@@ -50,8 +53,8 @@ class CodeVerifier(Verifier):
 
     family: ClassVar[str] = "code"
     in_process: ClassVar[bool] = False
-    sandbox: Literal["auto", "bubblewrap", "landlock", "unsafe"] = "auto"
-    """auto: the strongest that works here; unsafe: none (a bare process), for code you trust."""
+    sandbox: Literal["auto", "bubblewrap", "landlock", "unsafe-no-sandbox"] = "auto"
+    """auto: the strongest that works here; unsafe-no-sandbox: none (a bare process), for code you trust."""
     cpu_s: float = 4.0
     """CPU seconds of one run: all calls of a function, one input of a program."""
     wall_s: float = 8.0
@@ -304,7 +307,8 @@ def _untagged(tagged: Any, depth: int) -> Any:
 
 
 def same(expected: Any, value: Any, tolerance: float) -> bool:
-    """Whether plain data is the expected plain data; numbers within the tolerance, absolute or relative, inside lists too."""
+    """Whether plain data is the expected plain data; numbers within the tolerance, absolute or relative, inside lists
+    too."""
     if isinstance(expected, bool) or isinstance(value, bool) or expected is None or value is None:
         return type(expected) is type(value) and expected == value
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):

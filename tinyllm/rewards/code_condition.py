@@ -1,4 +1,5 @@
-"""A row's condition on a result ("abs(xs[0] + xs[1]*x) < 1e-4"): our own evaluator of a closed set of forms, on plain data."""
+"""A row's condition on a result ("abs(xs[0] + xs[1]*x) < 1e-4"): our own evaluator of a closed set of forms, on plain
+data."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Condition:
             return False
 
     def _check(self, node: ast.AST) -> None:
-        allowed = (
+        allowed: tuple[type, ...] = (
             ast.Compare,
             ast.BoolOp,
             ast.BinOp,

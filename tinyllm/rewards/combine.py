@@ -27,7 +27,8 @@ from tinyllm.rewards.selftest import Passed, row_fault
 from tinyllm.rewards.worker import from_json
 
 FINISHED_RULES = ("last_number", "final")
-"""Rules that read the end of the text: a completion cut by the length limit has no answer under them, so it scores 0."""
+"""Rules that read the end of the text: a completion cut by the length limit has no answer under them, so it scores
+0."""
 PROBES = 6
 """Self-tests of a row, at most: its time limit is this many verdicts."""
 
@@ -105,7 +106,8 @@ def _names(name: str) -> Iterator[str]:
 class Verify:
     """verify(prompts, completions, step) -> one verdict per completion, in order; each is judged exactly once per part.
 
-    Our text verifiers run here. What has no bound of its own (math, code, JSON Schema, "module:function") runs in a pool of
+    Our text verifiers run here. What has no bound of its own (math, code, JSON Schema, "module:function") runs in a
+    pool of
     worker processes with a time limit; functions given as Python objects run here, without one.
     """
 
@@ -191,7 +193,8 @@ class Verify:
         return Job(part.judge, message, self.timeout_s, columns, retry=False, pin=number if pinned else None)
 
     def _function_verdicts(self, result: dict[str, Any], singles: Sequence[Job]) -> list[Verdict]:
-        """A batch that ran out of time (or killed its worker) is called again completion by completion, to find which."""
+        """A batch that ran out of time (or killed its worker) is called again completion by completion, to find
+        which."""
         assert self.pool
         if "failed" in result and len(singles) > 1:
             return [_verdict(single) for single in self.pool.run(singles)]
@@ -202,7 +205,8 @@ class Verify:
         return [from_json(fields) for fields in result["verdicts"]]
 
     def _combined(self, verdicts: Sequence[Verdict]) -> Verdict:
-        """One verdict from the parts' own. A part that is None for this row (a function for other tasks) leaves the sum."""
+        """One verdict from the parts' own. A part that is None for this row (a function for other tasks) leaves the
+        sum."""
         answer = next((verdict.answer for verdict in verdicts if verdict.answer is not None), None)
         named = list(zip(self.parts, verdicts, strict=True))
         failed = [verdict.reason for _, verdict in named if verdict.value is None]
@@ -275,7 +279,8 @@ def make_verify(reward: RewardConfig, data: Any, tokenizer: Any = None) -> Verif
 def self_test(
     reward: RewardConfig, task_verifier: str | None, rows: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> list[str | None]:
-    """For each (place, row) why it cannot be used, or None (see selftest.py). Reward functions have none: they are the user's."""
+    """For each (place, row) why it cannot be used, or None (see selftest.py). Reward functions have none: they are the
+    user's."""
     faults: list[str | None] = [None] * len(rows)
     for part in make_parts(reward, task_verifier):
         if not isinstance(part.judge, Verifier):

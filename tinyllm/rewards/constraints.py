@@ -1,4 +1,5 @@
-"""The closed registry of constraints: each a name, checked arguments, and a function from arguments to a check of a text."""
+"""The closed registry of constraints: each a name, checked arguments, and a function from arguments to a check of a
+text."""
 
 from __future__ import annotations
 

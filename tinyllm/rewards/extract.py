@@ -1,9 +1,12 @@
-"""Where the answer is: one region of the completion, stated by the task. Linear scanners, no lazy patterns, no fallback.
+"""Where the answer is: one region of the completion, stated by the task. Linear scanners, no lazy patterns, no
+fallback.
 
     completion -> cut at end-of-turn and stop -> after the last closed think block -> the rule's region -> answer text
 
-Rules: tag (<answer>..</answer>), boxed (\\boxed{..}), hash (a line "#### N"), marker ("Answer: X" to the end of its line),
-final (the last statement of free text), last_number (of a finished completion), exact_format (nothing but the tags), whole.
+Rules: tag (<answer>..</answer>), boxed (\\boxed{..}), hash (a line "#### N"), marker ("Answer: X" to the end of its
+line),
+final (the last statement of free text), last_number (of a finished completion), exact_format (nothing but the tags),
+whole.
 """
 
 from __future__ import annotations
@@ -194,7 +197,8 @@ def cut(text: str, stop: str | None = None) -> str:
 
 
 def after_think(text: str, prefilled: bool = False) -> str:
-    """What follows the last </think>, up to a think block that is never closed. Nothing, when a prefilled one is not closed."""
+    """What follows the last </think>, up to a think block that is never closed. Nothing, when a prefilled one is not
+    closed."""
     _, closed, rest = text.rpartition("</think>")
     if not closed and prefilled:
         return ""
@@ -206,7 +210,8 @@ _COMMANDS = ("\\boxed{", "\\fbox{", "\\text{", "\\textbf{", "\\mathbf{", "\\math
 
 
 def unwrap(answer: str) -> str:
-    """The answer without markup around the whole of it ($..$, **..**, \\text{..}) and without one trailing full stop."""
+    """The answer without markup around the whole of it ($..$, **..**, \\text{..}) and without one trailing full
+    stop."""
     answer = answer.strip()
     if answer.isascii() and answer.isalnum():  # the common case
         return answer
@@ -247,7 +252,8 @@ def closes_at(text: str, start: int) -> int:
 
 
 def math_spans(text: str) -> list[str]:
-    """Contents of $..$, $$..$$, \\(..\\) and \\[..\\]; [] when any is joined to the next by "or", "and" or a comma (a list)."""
+    """Contents of $..$, $$..$$, \\(..\\) and \\[..\\]; [] when any is joined to the next by "or", "and" or a comma (a
+    list)."""
     spans: list[tuple[int, int, str]] = []
     opened: tuple[int, int, str] | None = None  # (start, start of the content, mark that closes it)
     for match in _MATH_MARK.finditer(text):

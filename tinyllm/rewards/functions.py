@@ -2,11 +2,13 @@
 
     def reward(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list
 
-- prompts, completions: texts; for rows whose prompt is a chat, lists of messages ([{"role": "assistant", "content": ..}]).
+- prompts, completions: texts; for rows whose prompt is a chat, lists of messages ([{"role": "assistant", "content":
+  ..}]).
 - completion_ids: token ids. trainer_state.global_step: the step. columns: every column of the data, as lists.
 - log_extra(column, values): one value per completion, kept beside it. log_metric(name, value): a number of this step.
 - It may be async, and need not take what it does not use.
-- It returns one number or None per completion. None: unscored, never 0. NaN, infinity, an exception: unscored with a reason.
+- It returns one number or None per completion. None: unscored, never 0. NaN, infinity, an exception: unscored with a
+  reason.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def check_spec(spec: str) -> str:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function of "module:function" (module found from the current folder too). Raises RewardError with the remedy."""
+    """The function of "module:function" (module found from the current folder too). Raises RewardError with the
+    remedy."""
     module_name, _, name = check_spec(spec).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -145,7 +148,8 @@ def score(value: Any, name: str, prompt_id: str) -> Verdict:
     number = value.item() if scalar else value
     if not isinstance(number, numbers.Number) or isinstance(number, complex):
         raise RewardError(
-            f"reward function {name} returned {type(value).__name__} {str(value)[:40]!r} for prompt {prompt_id}; return a number"
+            f"reward function {name} returned {type(value).__name__} {str(value)[:40]!r} for prompt "
+            f"{prompt_id}; return a number"
         )
     try:
         result = float(number)  # type: ignore[arg-type]

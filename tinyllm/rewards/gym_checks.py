@@ -1,13 +1,13 @@
-"""Checks of reasoning-gym answers: each from (gold, metadata) to a check of an answer text. Exact, without partial credit.
+"""Checks of reasoning-gym answers: each from (gold, metadata) to a check of an answer text. Exact, without partial
+credit.
 
-The generators of reasoning-gym are used, its scores are not: they evaluate model text, take nan, prefixes and near misses.
+The generators of reasoning-gym are used, its scores are not: they evaluate model text, take nan, prefixes and near
+misses.
 """
 
 from __future__ import annotations
 
-import ast
 import itertools
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -15,16 +15,17 @@ from typing import Any
 
 import mpmath
 
+from tinyllm.rewards.gym_readers import FormulaReader, arithmetic, letters, truth
 from tinyllm.rewards.math_compare import Rules
 from tinyllm.rewards.math_compare import same as same_answer
-from tinyllm.rewards.math_reader import Tree, Unreadable, read
+from tinyllm.rewards.math_reader import Tree, read
+from tinyllm.rewards.math_tokens import Unreadable
 from tinyllm.rewards.math_value import TooLarge, Undefined, numeric, symbols
 from tinyllm.rewards.numbers import read_number
 
 Check = Callable[[str], bool]
 Metadata = Mapping[str, Any]
 MAX_CHARS = 20_000
-MAX_FORMULA_DEPTH = 60
 MAX_VARIABLES = 12
 
 
@@ -98,7 +99,8 @@ def choice_check(gold: str, metadata: Metadata) -> Check:
 
 
 def countdown_check(gold: str, metadata: Metadata) -> Check:
-    """An expression of the given numbers, each as often as given, with the target as its value; "= target" may follow."""
+    """An expression of the given numbers, each as often as given, with the target as its value; "= target" may
+    follow."""
     numbers, target = metadata.get("numbers"), metadata.get("target")
     if not numbers or not isinstance(target, int):
         raise BadGold("metadata lacks numbers or target")
@@ -120,7 +122,8 @@ def puzzle24_check(gold: str, metadata: Metadata) -> Check:
 
 
 def integral_check(gold: str, metadata: Metadata) -> Check:
-    """An antiderivative: its derivative is the integrand at fixed points; only the variable and one constant may stand in it."""
+    """An antiderivative: its derivative is the integrand at fixed points; only the variable and one constant may stand
+    in it."""
     variable = str(metadata.get("variable", "x"))
     integrand = _read(str(metadata.get("integrand", "")))
     if integrand is None or symbols(integrand) - {variable}:
@@ -170,17 +173,17 @@ def moves_check(gold: str, metadata: Metadata) -> Check:
 def entailed_check(gold: str, metadata: Metadata) -> Check:
     """A formula that follows from the premises, is not true by itself, and is none of the premises."""
     names = [str(name) for name in metadata.get("variables") or ()]
-    premises = [_Formula(str(text)).read() for text in metadata.get("premises") or ()]
+    premises = [FormulaReader(str(text)).read() for text in metadata.get("premises") or ()]
     if not names or not premises or None in premises or len(names) > MAX_VARIABLES:
         raise BadGold("metadata lacks variables or premises that can be read")
 
     def check(answer: str) -> bool:
-        formula = _Formula(answer).read()
-        if formula is None or formula in premises or _letters(formula) - set(names):
+        formula = FormulaReader(answer).read()
+        if formula is None or formula in premises or letters(formula) - set(names):
             return False
         rows = [dict(zip(names, row, strict=True)) for row in itertools.product((False, True), repeat=len(names))]
-        follows = all(_truth(formula, row) for row in rows if all(_truth(premise, row) for premise in premises))
-        return follows and not all(_truth(formula, row) for row in rows)
+        follows = all(truth(formula, row) for row in rows if all(truth(premise, row) for premise in premises))
+        return follows and not all(truth(formula, row) for row in rows)
 
     return check
 
@@ -243,128 +246,6 @@ def _equal(gold: Tree, answer: Tree) -> bool:
         return False
 
 
-_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
-
-def arithmetic(text: str) -> tuple[Fraction, list[int]] | None:
-    """(exact value, whole numbers used) of + - * / and brackets over ASCII digits; None for anything else.
-
-    Python's parser makes the tree, after a check of the characters; only the tree's forms named here are computed.
-    """
-    text = text.strip().replace("\u2212", "-").replace("\u00d7", "*").replace("\u00f7", "/").replace("\u22c5", "*")
-    if len(text) > 500 or not re.fullmatch(r"[0-9+\-*/() ]+", text) or re.search(r"\*\*|//|[0-9]{20}", text):
-        return None
-    try:
-        tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    used: list[int] = []
-
-    def value(node: ast.AST) -> Fraction:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            used.append(node.value)
-            return Fraction(node.value)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-            inner = value(node.operand)
-            return -inner if isinstance(node.op, ast.USub) else inner
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
-        raise ValueError("not arithmetic")
-
-    try:
-        return value(tree), used
-    except (ValueError, ZeroDivisionError, RecursionError):
-        return None
-
-
-# Propositional logic
-
-_WORDS = {
-    "\u2227": "&",
-    "\u2228": "|",
-    "\u00ac": "!",
-    "\u2192": ">",
-    "\u2194": "=",
-    "~": "!",
-    "&&": "&",
-    "||": "|",
-    "<->": "=",
-    "->": ">",
-}
-Formula = tuple[Any, ...]
-
-
-class _Formula:
-    """Recursive descent over ! & | > = and brackets, loosest last."""
-
-    def __init__(self, text: str) -> None:
-        for word, sign in sorted(_WORDS.items(), key=lambda pair: -len(pair[0])):
-            text = text.replace(word, sign)
-        self.text = "".join(text.split())
-        self.at = 0
-        self.depth = 0
-
-    def read(self) -> Formula | None:
-        """The formula of the whole text; None when it does not read."""
-        if not 0 < len(self.text) <= 2_000:
-            return None
-        try:
-            formula = self._level(0)
-        except ValueError:
-            return None
-        return formula if self.at == len(self.text) else None
-
-    def _level(self, level: int) -> Formula:
-        if level == 4:
-            return self._atom()
-        formula = self._level(level + 1)
-        sign = "=>|&"[level]
-        while self.at < len(self.text) and self.text[self.at] == sign:
-            self.at += 1
-            formula = (sign, formula, self._level(level if sign == ">" else level + 1))
-        return formula
-
-    def _atom(self) -> Formula:
-        self.depth += 1
-        if self.depth > MAX_FORMULA_DEPTH or self.at >= len(self.text):
-            raise ValueError("not a formula")
-        char = self.text[self.at]
-        self.at += 1
-        if char == "!":
-            formula: Formula = ("!", self._atom())
-        elif char == "(":
-            formula = self._level(0)
-            if self.text[self.at : self.at + 1] != ")":
-                raise ValueError("a bracket is not closed")
-            self.at += 1
-        elif "A" <= char <= "Z":
-            formula = (char,)
-        else:
-            raise ValueError("not a formula")
-        self.depth -= 1
-        return formula
-
-
-def _letters(formula: Formula) -> set[str]:
-    if len(formula) == 1:
-        return {formula[0]}
-    return set().union(*(_letters(part) for part in formula[1:]))
-
-
-def _truth(formula: Formula, row: Mapping[str, bool]) -> bool:
-    if len(formula) == 1:
-        return row.get(formula[0], False)
-    if formula[0] == "!":
-        return not _truth(formula[1], row)
-    left, right = _truth(formula[1], row), _truth(formula[2], row)
-    return {"&": left and right, "|": left or right, ">": not left or right, "=": left == right}[formula[0]]
-
-
 def _names(text: str) -> Sequence[str]:
     return tuple(text.split())
 
@@ -372,16 +253,20 @@ def _names(text: str) -> Sequence[str]:
 CHECKS: dict[str, Callable[[str, Metadata], Check]] = {
     **dict.fromkeys(
         _names(
-            "ab acre aiw base_conversion bf binary_alternation caesar_cipher circuit_logic color_cube_rotation course_schedule "
-            "dice emoji_mystery futoshiki family_relationships fraction_simplification isomorphic_strings letter_jumble mahjong_puzzle maze "
-            "needle_haystack ransom_note sentence_reordering spell_backward string_insertion string_manipulation string_splitting "
+            "ab acre aiw base_conversion bf binary_alternation caesar_cipher circuit_logic color_cube_rotation "
+            "course_schedule "
+            "dice emoji_mystery futoshiki family_relationships fraction_simplification isomorphic_strings "
+            "letter_jumble mahjong_puzzle maze "
+            "needle_haystack ransom_note sentence_reordering spell_backward string_insertion "
+            "string_manipulation string_splitting "
             "string_synthesis syllogism time_intervals word_sequence_reversal zebra_puzzles"
         ),
         text_check,
     ),
     **dict.fromkeys(
         _names(
-            "basic_arithmetic chain_sum coin_flip count_bits count_primes decimal_arithmetic decimal_chain_sum gcd gsm_symbolic "
+            "basic_arithmetic chain_sum coin_flip count_bits count_primes decimal_arithmetic decimal_chain_sum "
+            "gcd gsm_symbolic "
             "largest_island lcm leg_counting letter_counting number_sequence products rectangle_count rotten_oranges "
             "simple_equations"
         ),

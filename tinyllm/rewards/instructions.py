@@ -1,7 +1,9 @@
 """Family "instructions": constraints that can be checked, in the style of IFEval. All of them must be followed.
 
-The registry is closed: an unknown constraint, argument or value is a fault of the task, found at load, as is an argument
-that contradicts the prompt's own text. Nothing is drawn at random. A non-empty answer is required; reasoning does not count.
+The registry is closed: an unknown constraint, argument or value is a fault of the task, found at load, as is an
+argument
+that contradicts the prompt's own text. Nothing is drawn at random. A non-empty answer is required; reasoning does not
+count.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class InstructionVerifier(Verifier):
     prompt_fails: ClassVar[bool] = False
     """A prompt may well follow its own constraints ("use no commas")."""
     constraints: str = "constraints"
-    """Column with a list of {"id": ..., "kwargs": {...}}; without it, IFEval's instruction_id_list and kwargs are read."""
+    """Column with a list of {"id": ..., "kwargs": {...}}; without it, IFEval's instruction_id_list and kwargs are
+    read."""
     think_prefilled: bool = False
 
     def check(self, row: Row) -> None:
@@ -88,7 +91,8 @@ class InstructionVerifier(Verifier):
 
 
 def _arguments(name: str, constraint: Constraint, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked arguments: null counts as not given; every one the constraint has is needed unless it has a default."""
+    """The checked arguments: null counts as not given; every one the constraint has is needed unless it has a
+    default."""
     values = {key: value for key, value in given.items() if value is not None}
     for key in values:
         if key not in constraint.arguments:

@@ -1,4 +1,5 @@
-"""The formats of JSON Schema that are checked, each a linear reader of its RFC's grammar. Other names are refused at load."""
+"""The formats of JSON Schema that are checked, each a linear reader of its RFC's grammar. Other names are refused at
+load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Family "json": the whole output is one JSON document, read strictly, and valid under the row's JSON Schema.
 
 Reader: RFC 8259, no duplicate keys, no NaN or Infinity, finite numbers of at most `max_digits` digits (kept exactly, as
-decimals), nesting of at most `max_depth`, valid Unicode, one document. Types are not coerced: true is not 1, "45" is not 45.
+decimals), nesting of at most `max_depth`, valid Unicode, one document. Types are not coerced: true is not 1, "45" is
+not 45.
 Schema: checked at load (unknown keywords and formats, dangling references, broken patterns are faults of the task);
 formats are binding; patterns run on RE2, in linear time; references to other documents are refused.
 """

@@ -1,7 +1,10 @@
-"""Family "math": LaTeX and plain mathematics. Our reader (math_reader.py) takes the whole answer or none of it; equality is
-by kind (math_compare.py) and value (math_value.py); what that cannot tell is asked of math-verify, in this worker process.
+"""Family "math": LaTeX and plain mathematics. Our reader (math_reader.py) takes the whole answer or none of it;
+equality is
+by kind (math_compare.py) and value (math_value.py); what that cannot tell is asked of math-verify, in this worker
+process.
 
-What counts as equal: equal values in any form, sets and lists in any order, scaled equations, x = 5 and 5. What does not:
+What counts as equal: equal values in any form, sets and lists in any order, scaled equations, x = 5 and 5. What does
+not:
 other brackets, bases, units, a percent sign, one of several values, several values where one is asked, decimals of an
 irrational gold (unless the task states `places`).
 """
@@ -18,7 +21,8 @@ from tinyllm.records import Verdict
 from tinyllm.rewards.base import Probe, Row, Verifier, correct, gold_text
 from tinyllm.rewards.extract import Region, math_spans
 from tinyllm.rewards.math_compare import EXPRESSIONS, Rules, check_value, same
-from tinyllm.rewards.math_reader import Tree, Unreadable, read
+from tinyllm.rewards.math_reader import Tree, read
+from tinyllm.rewards.math_tokens import Unreadable
 from tinyllm.rewards.math_value import TooLarge, Undefined
 from tinyllm.rewards.numbers import read_number, stated_number
 

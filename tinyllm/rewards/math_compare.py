@@ -1,4 +1,5 @@
-"""Equality of whole answers, by their kind: lists and sets, intervals, equations, inequalities, units, texts, expressions."""
+"""Equality of whole answers, by their kind: lists and sets, intervals, equations, inequalities, units, texts,
+expressions."""
 
 from __future__ import annotations
 
@@ -198,7 +199,8 @@ def interval(relation: Tree) -> Tree | None:
 
 
 def check_value(tree: Tree) -> None:
-    """Compute every expression of a tree once. Raises TooLarge, Undefined: a gold that cannot be computed is no gold."""
+    """Compute every expression of a tree once. Raises TooLarge, Undefined: a gold that cannot be computed is no
+    gold."""
     if tree[0] in EXPRESSIONS:
         if _has_sign(tree) or tree[0] == "const" or (tree[0] == "neg" and tree[1] == ("const", "infty")):
             return

@@ -1,6 +1,7 @@
 """Our reader of mathematical answers, LaTeX and plain: text -> tree. A text that does not read completely is no answer.
 
-An answer is data, never a program: only the forms below exist. Length, nesting and digits are limited before anything is
+An answer is data, never a program: only the forms below exist. Length, nesting and digits are limited before anything
+is
 computed, and nothing is computed here.
 
     answer   := item (("," | ";" | "and" | "or") item)*            several values: their order does not matter
@@ -9,9 +10,11 @@ computed, and nothing is computed here.
     sum      := ["+" | "-" | "+-"] term (("+" | "-" | "+-" | "-+") term)*
     term     := factor (("*" | "/" | nothing) factor)*             nothing: a product, or a mixed number (3 1/2)
     factor   := atom ["^" factor] ["!"] ["%" | degree | unit]
-    atom     := number | symbol | constant | function argument | "(" .. ")" | "|" .. "|" | tuple | interval | set | matrix | text
+    atom     := number | symbol | constant | function argument | "(" .. ")" | "|" .. "|" | tuple | interval | set |
+    matrix | text
 
-Trees are tuples: (kind, part, part, ...). Kinds: num, sym, const, add, mul, div, pow, neg, pm, mp, fact, func, binom, text,
+Trees are tuples: (kind, part, part, ...). Kinds: num, sym, const, add, mul, div, pow, neg, pm, mp, fact, func, binom,
+text,
 unit, base, seq (bracketed), list, rel, union, ratio, matrix.
 """
 
@@ -21,110 +24,17 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from tinyllm.rewards.numbers import MAX_EXPONENT, digits_to_int
+from tinyllm.rewards.math_tokens import FUNCTIONS, GREEK, Token, Unreadable, number, tokenize
 
 Tree = tuple[Any, ...]
-MAX_CHARS = 4_000
 MAX_DEPTH = 100
 MAX_CHAIN = 100
 """Factors of one product, and signs after one atom."""
 MAX_NODES = 2_000
 
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp sqrt abs floor ceil gcd lcm max min".split()
-)
-GREEK = frozenset(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau phi varphi "
-    "chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell".split()
-)
-SKIPPED = frozenset(
-    "left right big Big bigg Bigg bigl bigr Bigl Bigr , ; : ! quad qquad displaystyle textstyle limits nolimits medspace "
-    "thinspace".split()
-) | {" ", "\n"}
-TEXTS = frozenset("text mathrm textbf textrm textit mbox mathbf mathit operatorname textnormal mathsf".split())
-OPERATORS = {
-    "cdot": "*", "times": "*", "ast": "*", "div": "/", "pm": "+-", "mp": "-+", "le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=",
-    "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">", "ne": "!=", "neq": "!=", "cup": "cup", "in": "in", "lor": "or", "land": "and",
-    "lfloor": "lfloor", "rfloor": "rfloor", "lceil": "lceil", "rceil": "rceil", "vert": "|", "lvert": "|", "rvert": "|", "mid": "|",
-    "circ": "degree", "degree": "degree", "colon": ":", "{": "\\{", "}": "\\}", "%": "%", "$": "$", "lbrace": "\\{", "rbrace": "\\}",
-    "lparen": "(", "rparen": ")", "lbrack": "[", "rbrack": "]", "prime": "'",
-}  # fmt: skip
-UNICODE = {
-    "\u2212": "-", "\u00d7": "*", "\u22c5": "*", "\u00b7": "*", "\u00f7": "/", "\u00b1": "+-", "\u2264": "<=", "\u2265": ">=", "\u2260": "!=",
-    "\u222a": "cup", "\u2208": "in", "\u00b0": "degree", "\u221e": "\\infty", "\u03c0": "\\pi", "\u221a": "\\sqrt", "\u2044": "/",
-}  # fmt: skip
 WORDS = frozenset("yes no odd even none all true false one two on off".split())
 """Short words that are text when they are the whole answer; longer words are text anyway."""
-_TOKEN = re.compile(
-    r"(?P<base>[0-9][0-9A-Fa-f]*_(?:\{[0-9]{1,2}\}|[0-9]))(?![0-9])"
-    r"|(?P<repeat>[0-9]*\.[0-9]*\\overline\{[0-9]+\})"
-    r"|(?P<number>(?:[0-9]{1,3}(?:(?:\{,\}|\\,)[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?P<exp>[eE][+-]?[0-9]+(?![0-9]*[A-Za-z]))?"
-    r"|\\(?P<command>[A-Za-z]+|.)"
-    r"|(?P<word>[A-Za-z]+)"
-    r"|(?P<op><=|>=|!=|\*\*|[-+*/^_=<>(){}\[\]|,;:!%'&$])"
-    r"|(?P<space>[\s~]+)",
-    re.DOTALL,
-)
 _GROUPED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
-
-
-class Unreadable(ValueError):
-    """The text is not an answer by the grammar, or is past a limit; the message says why."""
-
-
-Token = tuple[str, str]
-
-
-def tokenize(text: str) -> list[Token]:
-    """(kind, text) pairs; kinds: num, base, cmd, word, op, text, sp, begin, end. Raises Unreadable."""
-    if len(text) > MAX_CHARS:
-        raise Unreadable(f"longer than {MAX_CHARS} characters")
-    for char, plain in UNICODE.items():
-        text = text.replace(char, f" {plain} ")
-    tokens: list[Token] = []
-    at = 0
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise Unreadable(f"{text[at]!r} is not part of the grammar")
-        at = match.end()
-        command = match["command"]
-        if match["space"]:
-            tokens.append(("sp", " "))
-        elif match["base"]:
-            tokens.append(("base", match["base"]))
-        elif match["repeat"]:
-            tokens.append(("num", match["repeat"]))
-        elif match["number"]:
-            tokens.append(("num", match["number"] + (match["exp"] or "")))
-        elif match["word"]:
-            tokens.append(("word", match["word"]))
-        elif match["op"]:
-            tokens.append(("op", match["op"].replace("**", "^")))
-        elif command in TEXTS:
-            inside, at = _braced(text, at)
-            tokens.append(("cmd", inside) if command == "operatorname" else ("text", inside))
-        elif command in ("begin", "end"):
-            inside, at = _braced(text, at)
-            tokens.append((command, inside))
-        elif command == "\\":
-            tokens.append(("op", "row"))
-        elif command in OPERATORS:
-            tokens.append(("op", OPERATORS[command]))
-        elif command in SKIPPED:
-            tokens.append(("sp", " "))
-        else:
-            tokens.append(("cmd", command))
-    return tokens
-
-
-def _braced(text: str, at: int) -> tuple[str, int]:
-    while at < len(text) and text[at] == " ":
-        at += 1
-    end = text.find("}", at)
-    if at >= len(text) or text[at] != "{" or end < 0 or "{" in text[at + 1 : end]:
-        raise Unreadable("a text without its braces")
-    return text[at + 1 : end], end + 1
 
 
 def read(text: str) -> Tree:
@@ -255,7 +165,8 @@ class _Parser:
         if kind != "text" or not re.match(r"\s*(?:for|where|with)\b", text):
             return
         allowed = set(
-            "for any all every each some where with is are a an constant constants real integer arbitrary number".split()
+            "for any all every each some where with is are a an constant constants real integer arbitrary "
+            "number".split()
         )
         for kind, text in self.tokens[self.at :]:
             if kind == "text" and set(text.lower().replace(",", " ").split()) - allowed <= {
@@ -671,22 +582,3 @@ class _Parser:
         self.at += 1
         self.depth -= 1
         return self.node("matrix", *(tuple(row) for row in rows))
-
-
-def number(text: str) -> Fraction:
-    """The exact value of a decimal, its thousands marks taken out. Raises Unreadable past the exponent limit."""
-    text = text.replace("{,}", "").replace("\\,", "")
-    plain, _, repeated = text.partition("\\overline")
-    if repeated:
-        digits = repeated.strip("{}")
-        places = len(plain.partition(".")[2])
-        start = Fraction(digits_to_int(plain.replace(".", "") or "0"), 10**places)
-        return start + Fraction(digits_to_int(digits), (10 ** len(digits) - 1) * 10**places)
-    mantissa, _, exponent = text.lower().partition("e")
-    whole, _, part = mantissa.partition(".")
-    digits = exponent.lstrip("+-").lstrip("0") or "0"
-    if len(digits) > 4 or int(digits) > MAX_EXPONENT:
-        raise Unreadable("the exponent is too large")
-    shift = (-int(digits) if exponent.startswith("-") else int(digits)) - len(part)
-    value = digits_to_int(whole + part)
-    return Fraction(value * 10**shift) if shift >= 0 else Fraction(value, 10**-shift)

@@ -1,8 +1,11 @@
-"""Whether two answers (trees of math_reader.py) are equal: structure first, then exact rationals, then an identity test.
+"""Whether two answers (trees of math_reader.py) are equal: structure first, then exact rationals, then an identity
+test.
 
 - Rational expressions are computed exactly. Sizes are checked before each operation: powers, factorials, binomials.
-- Others are compared as numbers of 100 digits (500 when those agree), at fixed points for every symbol: positive, negative
-  and complex. All points must agree, so |x| is not x. Distinct expressions that agree everywhere to 500 digits do not occur
+- Others are compared as numbers of 100 digits (500 when those agree), at fixed points for every symbol: positive,
+  negative
+  and complex. All points must agree, so |x| is not x. Distinct expressions that agree everywhere to 500 digits do not
+  occur
   by chance.
 - Where no point can be computed, math-verify is asked (its answer counts only for what our reader has read completely).
 """
@@ -84,7 +87,8 @@ def _exact_pow(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 
 def _root(base: Fraction, degree: int) -> Fraction | None:
-    """The exact root of a non-negative rational, None when it is irrational; odd roots of negatives are not taken here."""
+    """The exact root of a non-negative rational, None when it is irrational; odd roots of negatives are not taken
+    here."""
     if base < 0 or degree > 1000:
         return None
     parts = []
@@ -163,7 +167,8 @@ NUMERIC = {
 
 
 def numeric(tree: Tree, values: Mapping[str, Any]) -> Any:
-    """The value at a point (symbol -> number), an mpmath number of the working precision. Raises TooLarge, Undefined."""
+    """The value at a point (symbol -> number), an mpmath number of the working precision. Raises TooLarge,
+    Undefined."""
     kind = tree[0]
     if kind == "num":
         return mpmath.mpf(tree[1].numerator) / tree[1].denominator
@@ -252,7 +257,8 @@ def samples(trees: Sequence[Tree], digits: int) -> Iterator[list[Any]]:
 
 
 def same_value(left: Tree, right: Tree, tolerance: Fraction | None = None) -> bool | None:
-    """Whether two expressions are equal; None when it cannot be told. tolerance: largest absolute error, if one is stated."""
+    """Whether two expressions are equal; None when it cannot be told. tolerance: largest absolute error, if one is
+    stated."""
     if left == right:
         return True
     if "infty" in (left[-1], right[-1]) and (left[0] in ("const", "neg") or right[0] in ("const", "neg")):

@@ -52,7 +52,8 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """The number that the whole text is, white space around it and one trailing full stop aside; None when it is none."""
+    """The number that the whole text is, white space around it and one trailing full stop aside; None when it is
+    none."""
     text = text.strip()
     if _SMALL.fullmatch(text):  # the common case, 10 times faster
         return Number(int(text))

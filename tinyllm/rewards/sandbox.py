@@ -1,11 +1,16 @@
 """A fresh sandbox for each run of model-written Python. The strongest rung that works here is found by trying it:
 
-1. bubblewrap: own mount, process, network, IPC and host-name namespaces; a read-only Python and nothing else of the host; a
-   tmpfs of limited size; no capabilities; a filter of system calls (no sockets, no tracing, no new namespaces); rlimits.
-2. Landlock, the filter and rlimits in one process that may start no other: no file but Python's can be read, none written.
-3. Nothing: refused with the command that installs bubblewrap. A bare process only where `unsafe` is asked for by name.
+1. bubblewrap: own mount, process, network, IPC and host-name namespaces; a read-only Python and nothing else of the
+host; a
+   tmpfs of limited size; no capabilities; a filter of system calls (no sockets, no tracing, no new namespaces);
+   rlimits.
+2. Landlock, the filter and rlimits in one process that may start no other: no file but Python's can be read, none
+written.
+3. Nothing: refused with the command that installs bubblewrap. A bare process only where `unsafe-no-sandbox` is asked
+for by name.
 
-Limits hold for the whole sandbox: memory and processes by a cgroup where one can be made, always also by a watcher that sums
+Limits hold for the whole sandbox: memory and processes by a cgroup where one can be made, always also by a watcher
+that sums
 over the process tree and kills; CPU and wall time likewise. The clock starts when the submission may start.
 """
 
@@ -31,7 +36,7 @@ from tinyllm.errors import RewardError
 from tinyllm.rewards import sandbox_seccomp
 from tinyllm.rewards.sandbox_limits import Group, tree_usage
 
-Level = Literal["bubblewrap", "landlock", "unsafe"]
+Level = Literal["bubblewrap", "landlock", "unsafe-no-sandbox"]
 START_S = 20.0
 """Longest time from the start of the sandbox to its first report; later it counts as broken, not as wrong."""
 TICK_S = 0.05
@@ -128,9 +133,10 @@ class Rung:
 
 @functools.cache
 def choose(level: Level | Literal["auto"] = "auto") -> Rung:
-    """The rung to use: the asked one, or the first that passes a trial run. Raises RewardError with the install command."""
-    if level == "unsafe":
-        return Rung("unsafe")
+    """The rung to use: the asked one, or the first that passes a trial run. Raises RewardError with the install
+    command."""
+    if level == "unsafe-no-sandbox":
+        return Rung("unsafe-no-sandbox")
     tried = []
     for rung in _rungs():
         if level in ("auto", rung.level):
@@ -155,7 +161,8 @@ def _rungs() -> list[Rung]:
 def _try(rung: Rung) -> str:
     """Why a rung does not work; "" when a trial gives its value back and has no sockets and no /etc/passwd."""
     source = (
-        "def trial():\n    import os, _socket\n    try: _socket.socket()\n    except PermissionError: pass\n    else: return 'socket'\n"
+        "def trial():\n    import os, _socket\n    try: _socket.socket()\n    except PermissionError: pass\n    "
+        "else: return 'socket'\n"
         "    try: open('/etc/passwd')\n    except OSError: return 'shut'\n    return 'files'\n"
     )
     request = {"kind": "calls", "source": source, "entry": "trial", "calls": [[]]}
@@ -277,7 +284,8 @@ def _bwrap(rung: Rung, limits: Limits, filter_fd: int) -> list[str]:
 
 
 def _converse(started: _Started, request: bytes, secret: bytes, stdin: bytes, limits: Limits, group: Group) -> Outcome:
-    """Feed the request and standard input, collect reports and output, keep the clock. Ends everything before it returns."""
+    """Feed the request and standard input, collect reports and output, keep the clock. Ends everything before it
+    returns."""
     process = started.process
     assert process.stdin and process.stdout
     buffers = {"channel": bytearray(), "output": bytearray()}

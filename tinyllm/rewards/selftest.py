@@ -1,6 +1,7 @@
 """Self-tests of task rows at load: a verifier that cannot tell the gold from nothing at all must not train anyone.
 
-Per row: its gold can be read; the gold, written as an answer, scores 1; the empty text, the prompt itself and a different
+Per row: its gold can be read; the gold, written as an answer, scores 1; the empty text, the prompt itself and a
+different
 value of the same kind score 0.
 """
 

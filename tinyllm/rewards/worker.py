@@ -1,6 +1,7 @@
 """A verifier worker: reads jobs from its standard input, writes results to what was its standard output, one at a time.
 
-Messages are JSON with an 8-byte length before them; results are plain numbers and texts, never pickles. The parent (pool.py)
+Messages are JSON with an 8-byte length before them; results are plain numbers and texts, never pickles. The parent
+(pool.py)
 keeps the clock and kills; here stands only a backstop for a parent that is gone: a limit on CPU time.
 """
 

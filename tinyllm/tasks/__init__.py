@@ -1,4 +1,5 @@
-"""Tasks: where prompts and gold answers come from. load() makes the frozen prompts of a run; list_tasks() tells what there is."""
+"""Tasks: where prompts and gold answers come from. load() makes the frozen prompts of a run; list_tasks() tells what
+there is."""
 
 from tinyllm.tasks.load import TaskData, list_tasks, load
 

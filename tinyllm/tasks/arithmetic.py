@@ -1,6 +1,7 @@
 """The arithmetic task: "What is a op b?", generated from ranges, split once into training and held-out prompts.
 
-With the defaults: 400 sums and 200 differences of 1..20 (no negative results), 81 products of 2..10; 519 to train on, 162 held out.
+With the defaults: 400 sums and 200 differences of 1..20 (no negative results), 81 products of 2..10; 519 to train on,
+162 held out.
 - a+b and b+a (and a*b, b*a) are on one side of the split, so a held-out answer cannot be looked up.
 - A prompt whose answer equals its last operand is left out, so echoing the prompt never pays.
 - `*` is printed as `x`, the way school books and the bundled model's training text write it: "What is 3 x 4?".

@@ -1,4 +1,5 @@
-"""Own data: rows from .jsonl, .parquet or a `datasets` name, with a column map. Rows are numbered from 1, as in an editor.
+"""Own data: rows from .jsonl, .parquet or a `datasets` name, with a column map. Rows are numbered from 1, as in an
+editor.
 
 Nothing is guessed: a row is used as it stands or refused with its number (or skipped and counted, on_bad_row = "skip").
 """

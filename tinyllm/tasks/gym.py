@@ -1,4 +1,5 @@
-"""Tasks from reasoning-gym's generators: data.task = "gym:NAME". Prompts, golds and metadata are its; verdicts are ours."""
+"""Tasks from reasoning-gym's generators: data.task = "gym:NAME". Prompts, golds and metadata are its; verdicts are
+ours."""
 
 from __future__ import annotations
 

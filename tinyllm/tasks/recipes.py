@@ -1,6 +1,7 @@
 """Recipes: how well-known kinds of files are read. A recipe is a column map, a verifier and what to ask of the model.
 
-Use one with `--data.task gsm8k --data file.jsonl`; your own --data.columns, --reward or --data.system_prompt come first.
+Use one with `--data.task gsm8k --data file.jsonl`; your own --data.columns, --reward or --data.system_prompt come
+first.
 """
 
 from __future__ import annotations
