@@ -90,7 +90,7 @@ def test_record_reads_back_and_any_parquet_reader_reads_it(run):
 
     table = pandas.read_parquet(run.rollout_path(1))
     assert list(table.columns) == SCHEMA.names
-    assert table.group.tolist() == ["row-0#0"] * 3 + ["row-1#1"] * 3
+    assert table.group_id.tolist() == ["row-0#0"] * 3 + ["row-1#1"] * 3
     assert table.seed_key[0] == 2**64 - 1
     assert math.isnan(table.reward[1]) and table.reason[1] == "timed out"
     assert table.logprobs[2].tolist() == list(groups[0].rollouts[2].completion.logprobs)

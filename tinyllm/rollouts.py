@@ -27,7 +27,7 @@ SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
         ("attempt", pa.int32()),  # 0, or which refill of the step (dynamic sampling) drew the row
-        ("group", pa.string()),  # prompt_id#draw
+        ("group_id", pa.string()),  # prompt_id#draw
         ("prompt_id", pa.string()),
         ("draw", pa.int32()),
         ("sample", pa.int32()),
@@ -96,7 +96,7 @@ def write_table(
     rows: list[dict[str, Any]] = []
     for group in groups:
         assert group.rollouts, f"group {group.id} has no rollouts"
-        shared = _prompt_columns(group.prompt) | {"step": step, "attempt": attempt, "group": group.id}
+        shared = _prompt_columns(group.prompt) | {"step": step, "attempt": attempt, "group_id": group.id}
         for rollout in group.rollouts:
             logged = {name: values[len(rows)] for name, values in extra.items()}
             assert (rollout.completion.prompt_id, rollout.completion.draw) == (group.prompt.id, group.prompt.draw)
@@ -116,7 +116,7 @@ def read_table(path: str | Path) -> Recorded:
         table = pq.ParquetFile(path, page_checksum_verification=True).read(use_threads=False)
         facts = json.loads((table.schema.metadata or {})[b"tinyllm"])
         rows = table.to_pylist()
-        groups = [_group(list(part)) for _, part in groupby(rows, key=lambda row: row["group"])]
+        groups = [_group(list(part)) for _, part in groupby(rows, key=lambda row: row["group_id"])]
         extra = [json.loads(row["extra"] or "{}") for row in rows]
     except FileNotFoundError:
         raise RunError(f"{path}: missing") from None
@@ -124,7 +124,7 @@ def read_table(path: str | Path) -> Recorded:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RunError(f"{path}: damaged, or not written by tinyllm ({reason})") from None
     changed = [
-        f"row {number} (group {row['group']}, sample {row['sample']})"
+        f"row {number} (group {row['group_id']}, sample {row['sample']})"
         for number, row in enumerate(rows)
         if _row_hash(row) != row["row_hash"]
     ]
