@@ -79,8 +79,8 @@ class Optimizer:
         return math.sqrt(math.fsum(x.item() for x in squares))
 
     def non_finite_gradient(self) -> str | None:
-        """Name of the first parameter whose gradient is not finite."""
-        return next((name for name, g in self.gradients().items() if not g.isfinite().all()), None)
+        """Name of the first parameter whose gradient, or its norm in fp32, is not finite."""
+        return next((n for n, g in self.gradients().items() if not math.isfinite(sum_of_squares(g))), None)
 
     @torch.no_grad()
     def step(self, lr: float, norm: float) -> None:

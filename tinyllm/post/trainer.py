@@ -188,7 +188,7 @@ def step_metrics(
     return {
         "step": step,
         "revision": str(revision),
-        "loss": result.loss if batch.has_signal else 0.0,
+        "loss": result.loss,
         "reward_mean": _mean(values),
         "reward_std": statistics.pstdev(values) if values else None,
         "reward_parts": {name: _mean(x) for name, x in parts.items()},
@@ -206,7 +206,7 @@ def step_metrics(
         "groups_trained": len(batch.groups) - len(zero),
         "unscored": sum(unscored.values()),
         "unscored_reasons": unscored,
-        "grad_norm": result.grad_norm if result.non_finite is None else None,
+        "grad_norm": result.grad_norm,
         "lr": lr,
         "tokens": int(stats.tokens),
         "updates": result.updates,

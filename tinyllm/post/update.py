@@ -35,9 +35,10 @@ class UpdateResult:
     """What one batch did. Sums and means are over the trained rows that have a gradient."""
 
     stats: ObjectiveStats
-    """Of the last update of the batch; the sampler gap is that of the first."""
-    loss: float
-    grad_norm: float
+    """Of the last update of the batch; the sampler gap is that of the first. Empty when one was not finite."""
+    loss: float | None
+    grad_norm: float | None
+    """Loss and norm are None when they, or the gradient, were not finite."""
     entropy: float | None
     updates: int
     """Optimizer steps taken; 0 when the batch had no signal or was not finite."""
@@ -80,13 +81,15 @@ class Updater:
         for number in range(self.config.train.updates_per_batch if batch.has_signal else 0):
             self.optimizer.zero_grad()
             result = self._accumulate(batch, old, references, result.updates)
+            if result.non_finite is not None:  # its numbers say nothing, and JSON has no NaN
+                result = replace(result, stats=ObjectiveStats(), loss=None, grad_norm=None, entropy=None)
+                gap = ObjectiveStats()
+                break
             if number == 0:
                 gap = result.stats
-            if result.non_finite is None:
-                self.optimizer.step(lr, result.grad_norm)
-                result = replace(result, updates=number + 1)
-            else:
-                break
+            assert result.grad_norm is not None
+            self.optimizer.step(lr, result.grad_norm)
+            result = replace(result, updates=number + 1)
         self.optimizer.zero_grad()
         hashes = {**result.hashes, "logprobs": hash_tensor(_joined(old)), "advantages": hash_tensor(batch.advantages)}
         return replace(result, stats=_with_gap(result.stats, gap), hashes=hashes, logprobs=old)
@@ -97,9 +100,9 @@ class Updater:
         loss, entropy_sum, entropy_count, stats = 0.0, 0.0, 0, ObjectiveStats()
         trouble = None
         for rows in batch.microbatches:
-            part, part_stats, entropy = self._backward(batch, rows, old, references)
+            part, part_stats, entropy, logp = self._backward(batch, rows, old, references)
             if not math.isfinite(part) and trouble is None:
-                trouble = _locate(batch, rows, old, part)
+                trouble = _locate(batch, rows, logp, part)
             loss += part
             stats = stats + part_stats
             entropy_sum += float(entropy.sum(dtype=torch.float64))
@@ -113,7 +116,7 @@ class Updater:
 
     def _backward(
         self, batch: Batch, rows: tuple[int, ...], old: dict[int, Tensor], references: dict[int, Tensor]
-    ) -> tuple[float, ObjectiveStats, Tensor]:
+    ) -> tuple[float, ObjectiveStats, Tensor, Sequence[Tensor]]:
         sequences = [(batch.prompts[row], batch.rollouts[row].completion.token_ids) for row in rows]
         device = self.policy.device
         logp, entropy = score(self.policy, pack_targets(sequences, device), self.config.sampling.temperature)
@@ -137,7 +140,7 @@ class Updater:
             **self.axes,
         )
         loss.backward()
-        return loss.item(), stats, entropy
+        return loss.item(), stats, entropy, parts
 
 
 def model_scorer(policy: Policy, temperature: float, budget: int) -> Scorer:
@@ -187,10 +190,10 @@ def _joined(old: dict[int, Tensor]) -> Tensor:
     return torch.cat([old[row] for row in sorted(old)]) if old else torch.empty(0)
 
 
-def _locate(batch: Batch, rows: tuple[int, ...], old: dict[int, Tensor], loss: float) -> str:
-    """Row, token and prompt of the first non-finite log-probability of a micro-batch."""
-    for row in rows:
-        bad = (~old[row].isfinite()).nonzero()
+def _locate(batch: Batch, rows: tuple[int, ...], logp: Sequence[Tensor], loss: float) -> str:
+    """Row, token and prompt of the first non-finite log-probability of a micro-batch; logp has one tensor per row."""
+    for row, part in zip(rows, logp, strict=True):
+        bad = (~part.isfinite()).nonzero()
         if len(bad):
             completion = batch.rollouts[row].completion
             return (
