@@ -47,7 +47,7 @@ def equal(a: dict, b: dict) -> bool:
 
 
 def test_constant_schedule_with_warmup():
-    config = OptimizerConfig(lr=8.0, warmup_steps=4)
+    config = OptimizerConfig(lr=8.0, schedule="constant", warmup_steps=4)
     assert [learning_rate(config, s, 8) for s in range(1, 9)] == [2, 4, 6, 8, 8, 8, 8, 8]
 
 
