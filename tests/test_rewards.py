@@ -14,8 +14,8 @@ import torch
 
 from tinyllm.config import RewardConfig
 from tinyllm.errors import RewardError
-from tinyllm.records import Completion, Prompt, Revision
-from tinyllm.rewards import Verify, make_verify
+from tinyllm.records import Completion, Prompt, Revision, Verdict
+from tinyllm.rewards import Verify, make_verify, verdict_metrics
 from tinyllm.rewards.combine import make_parts
 
 ROW = {"prompt": "What is 3 + 4?", "answer": "7"}
@@ -275,3 +275,25 @@ def test_a_module_that_fails_to_import_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(RewardError, match="importing it raised ZeroDivisionError"):
         make_verify(RewardConfig(functions=("broken_reward:f",)), data(prompt()))
+
+
+def test_a_function_can_be_named_by_its_file(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(completions, **_):\n    return [0.5 for _ in completions]\n")
+    verdicts, verify = judge(["x"], (f"{tmp_path}/mine.py:score",))
+    verify.close()
+    assert verdicts[0].value == 0.5
+    with pytest.raises(RewardError, match="does not exist"):
+        judge(["x"], (f"{tmp_path}/other.py:score",))
+
+
+def test_what_the_manifest_and_the_metrics_say():
+    verdicts, verify = judge(["7", "8", "none"])
+    about = verify.describe()
+    assert [part["name"] for part in about["parts"]] == ["correct", "format"]
+    assert about["parts"][0]["verifier"]["rule"] == "last_number" and len(about["parts"][0]["hash"]) == 32
+    shares = verdict_metrics([*verdicts, Verdict(None, "timed out after 1 s")])
+    assert shares == {
+        "verdicts/right": 0.25, "verdicts/unreadable": 0.25, "verdicts/unscored": 0.25, "verdicts/timed_out": 0.25,
+    }  # fmt: skip
+    code = Verify(make_parts(RewardConfig(functions=("code",)), None)).describe()
+    assert code["sandbox"]["level"] in ("bubblewrap", "landlock")

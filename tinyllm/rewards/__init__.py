@@ -1,6 +1,16 @@
 """Rewards: verifiers (our own families), reward functions (module:function), and how they become one verdict."""
 
 from tinyllm.rewards.base import Verifier, build, verify
-from tinyllm.rewards.combine import Verify, make_verify, self_test
+from tinyllm.rewards.combine import Verify, make_verify, self_test, verdict_metrics
+from tinyllm.rewards.probe import probe_before_training
 
-__all__ = ["Verifier", "Verify", "build", "make_verify", "self_test", "verify"]
+__all__ = [
+    "Verifier",
+    "Verify",
+    "build",
+    "make_verify",
+    "probe_before_training",
+    "self_test",
+    "verdict_metrics",
+    "verify",
+]

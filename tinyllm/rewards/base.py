@@ -80,6 +80,10 @@ class Verifier(ABC):
         gold."""
         return []
 
+    def describe(self) -> dict[str, Any]:
+        """What beside the settings decides verdicts on this machine (the sandbox of code)."""
+        return {}
+
     def warm_up(self) -> None:  # noqa: B027  most families have nothing to warm up
         """Import and build what the first verdict would otherwise pay for."""
 

@@ -66,6 +66,9 @@ class CodeVerifier(Verifier):
             if not low <= getattr(self, name) <= high:
                 raise RewardError(f"code.{name} = {getattr(self, name)}; give {low} to {high}")
 
+    def describe(self) -> dict[str, Any]:
+        return sandbox.describe(self.sandbox)
+
     def warm_up(self) -> None:
         sandbox.choose(self.sandbox)
 

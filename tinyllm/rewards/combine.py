@@ -134,6 +134,12 @@ class Verify:
             for _, completion in pairs
         ]
 
+    def describe(self) -> dict[str, Any]:
+        """For the manifest of a run: each part's name, weight and settings, and the sandbox that code runs in."""
+        parts = [{"name": part.name, "weight": part.weight, **_described(part.judge)} for part in self.parts]
+        code = [part.judge for part in self.parts if isinstance(part.judge, Verifier) and part.judge.family == "code"]
+        return {"parts": parts, "combine": self.combine, **({"sandbox": code[0].describe()} if code else {})}
+
     def close(self) -> None:
         """End worker processes, if there are any."""
         if self.pool:
@@ -226,6 +232,27 @@ class Verify:
         if not math.isfinite(value):
             return Verdict(None, f"the combined reward is {value}", answer)
         return Verdict(value, None, answer, parts)
+
+
+def _described(judge: Verifier | Callable[..., Any] | str) -> dict[str, Any]:
+    if isinstance(judge, Verifier):
+        return {"verifier": judge.spec, "hash": judge.hash}
+    return {
+        "function": judge if isinstance(judge, str) else f"{judge.__module__}:{getattr(judge, '__qualname__', '?')}"
+    }
+
+
+def verdict_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Shares of all verdicts: right (part "correct" is 1), unreadable (no answer found), unscored, timed out (of those)."""
+    count = max(1, len(verdicts))
+    unscored = [verdict.reason or "" for verdict in verdicts if verdict.value is None]
+    judged = [verdict for verdict in verdicts if verdict.value is not None and "correct" in dict(verdict.parts)]
+    return {
+        "verdicts/right": sum(dict(verdict.parts)["correct"] == 1.0 for verdict in judged) / count,
+        "verdicts/unreadable": sum(verdict.answer is None for verdict in judged) / count,
+        "verdicts/unscored": len(unscored) / count,
+        "verdicts/timed_out": sum("timed out" in reason for reason in unscored) / count,
+    }
 
 
 def _in_pool(part: Part) -> bool:

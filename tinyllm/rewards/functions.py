@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import importlib
 import inspect
 import math
 import numbers
@@ -24,7 +23,10 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from tinyllm.errors import RewardError
@@ -66,29 +68,42 @@ def check_spec(spec: str) -> str:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function of "module:function" (module found from the current folder too). Raises RewardError with the
-    remedy."""
+    """The function of "module:function" (found from the current folder too) or "folder/file.py:function".
+
+    Raises RewardError with the remedy.
+    """
     module_name, _, name = check_spec(spec).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        found: Any = _load_file(spec, Path(module_name)) if module_name.endswith(".py") else import_module(module_name)
+    except RewardError:
+        raise
     except ModuleNotFoundError as error:
         raise RewardError(f"reward function {spec!r}: no module {error.name!r} here; check name and folder") from None
     except Exception as error:  # whatever the user's module raises while it is imported
         raise RewardError(f"reward function {spec!r}: importing it raised {type(error).__name__}: {error}") from error
-    found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
             close = difflib.get_close_matches(part, dir(found), 1)
-            raise RewardError(
-                f"reward function {spec!r}: {module_name} has no {part!r}"
-                + (f"; nearest: {close[0]!r}" if close else "")
-            )
+            hint = f"; nearest: {close[0]!r}" if close else ""
+            raise RewardError(f"reward function {spec!r}: {module_name} has no {part!r}{hint}")
         found = getattr(found, part)
     if not callable(found):
         raise RewardError(f"reward function {spec!r} is {type(found).__name__}, which cannot be called")
     return found
+
+
+def _load_file(spec: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise RewardError(f"reward function {spec!r}: {path} does not exist; check the path")
+    found = spec_from_file_location(path.stem, path)
+    assert found and found.loader
+    module = module_from_spec(found)
+    sys.modules[path.stem] = module  # dataclasses and pickles look their module up
+    sys.path.insert(0, str(path.parent.absolute()))
+    found.loader.exec_module(module)
+    return module
 
 
 def check_columns(function: Callable[..., Any], name: str, columns: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ try:
     from jsonschema import validators
     from jsonschema.exceptions import SchemaError, ValidationError
 except ImportError as error:
-    raise RewardError(f"verifier 'json' needs {error.name}; pip install jsonschema google-re2") from None
+    raise RewardError(f"verifier 'json' needs {error.name}; pip install 'tinyllm[json]'") from None
 
 _ECMA_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
 _ONE = ("additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")

@@ -180,6 +180,8 @@ def numeric(tree: Tree, values: Mapping[str, Any]) -> Any:
         return values[tree[1]]
     if kind == "func":
         return _numeric_func(tree, values)
+    if kind == "unit" and tree[2] in ("\u00b0", "%"):  # within an expression: the tangent of 30 degrees
+        return numeric(tree[1], values) * (mpmath.pi() / 180 if tree[2] == "\u00b0" else mpmath.mpf(1) / 100)
     if kind not in ("neg", "add", "mul", "div", "pow", "fact", "binom"):
         raise Undefined(f"a {kind} within an expression")
     parts = [numeric(part, values) for part in tree[1:]]
