@@ -64,7 +64,9 @@ def _text(case: dict[str, Any]) -> dict[str, Any]:
 
 def _region(task: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if re.search(r"prefilled|prompt (already )?ends (in|with) <think>|<think> is (already )?in the prompt", task):
+    if re.search(
+        r"prefilled|(prompt|template)[^.]{0,60}<think>|<think>[^.]{0,60}\b(in|of|by) the (prompt|template)", task
+    ):
         found["think_prefilled"] = True
     stop = re.search(r"stops at the first (\S+?)[;,.\s]", task)
     if stop:

@@ -243,7 +243,7 @@ def _described(judge: Verifier | Callable[..., Any] | str) -> dict[str, Any]:
 
 
 def verdict_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """Shares of all verdicts: right (part "correct" is 1), unreadable (no answer found), unscored, timed out (of those)."""
+    """Shares of all verdicts: right (part "correct" is 1), unreadable (no answer found), unscored, timed out."""
     count = max(1, len(verdicts))
     unscored = [verdict.reason or "" for verdict in verdicts if verdict.value is None]
     judged = [verdict for verdict in verdicts if verdict.value is not None and "correct" in dict(verdict.parts)]
