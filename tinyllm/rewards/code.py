@@ -306,7 +306,7 @@ def _untagged(tagged: Any, depth: int) -> Any:
         if len(found) < len(pairs):
             raise ValueError("two keys of one text")
         return found
-    if kind == "set":
+    if kind in ("set", "frozenset"):
         return frozenset(_untagged(item, depth + 1) for item in items)
     return [_untagged(item, depth + 1) for item in items]
 

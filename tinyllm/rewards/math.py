@@ -136,7 +136,7 @@ def _read_gold(verifier: MathVerifier, text: str) -> tuple[Tree, str] | str:
 
 
 def is_plain(tree: Tree) -> bool:
-    """Whether a tree is small and free of what the library might compute at length: its work has no bound of its own."""
+    """Whether a tree is small and free of what the library might compute at length: it has no bound of its own."""
     kinds, count, waiting = set("num const sym neg add mul div func seq list rel".split()), 0, [tree]
     while waiting:
         part = waiting.pop()

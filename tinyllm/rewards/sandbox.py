@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
+import marshal
 import os
 import secrets
 import selectors
@@ -109,7 +109,7 @@ def _run(rung: Rung, request: dict[str, Any], stdin: bytes, limits: Limits) -> O
     with Group(limits.memory_mb << 20, limits.processes + 3) as group:
         started = _start(rung, group, limits)
         try:
-            return _converse(started, json.dumps(message).encode(), secret.encode() + b" ", stdin, limits, group)
+            return _converse(started, marshal.dumps(message), secret.encode() + b" ", stdin, limits, group)
         finally:
             started.end()
 

@@ -9,13 +9,13 @@ outside, so a forged report is only an answer.
 
 
 def guest() -> None:
-    import json
+    import marshal
     import os
     import resource
     import sys
 
     with os.fdopen(int(sys.argv[1]), "rb") as stream:
-        request = json.loads(stream.read())
+        request = marshal.loads(stream.read())
     limits = request["limits"]
     for name, value in limits["rlimits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
@@ -46,37 +46,43 @@ def guest() -> None:
 
 def _calls(source, entry, calls, report):
     """Call the submission's function on each input; report each value as JSON, or what it raised."""
-    import json
-
     space = {"__name__": "submission", "__builtins__": __builtins__}
     try:
         exec(compile(source, "submission", "exec"), space)
         function = space[entry]
     except BaseException as error:  # noqa: BLE001  whatever a submission raises is its own
-        report("failed", json.dumps(f"{type(error).__name__}"))
+        report("failed", type(error).__name__)
         return
     for number, arguments in enumerate(calls):
         try:
-            text = json.dumps(_plain(function(*arguments), 0))
+            text = _plain(function(*arguments), 0)
         except BaseException as error:  # noqa: BLE001  whatever a submission raises is its own
-            text = json.dumps({"raised": type(error).__name__})
+            text = '{"raised": "' + type(error).__name__ + '"}'
         report(number, text)
     report("done", len(calls))
 
 
 def _plain(value, depth):
-    """The value with its exact types: subclasses and other objects are not data."""
+    """The value as JSON that keeps exact types: subclasses and other objects are not data."""
+    from _json import encode_basestring_ascii as quoted
+
     kind = type(value)
     if depth > 60:
         raise ValueError("nested too deeply")
-    if value is None or kind in (bool, int, float, str):
-        return [value]
-    if kind in (list, tuple):
-        return [kind.__name__, [_plain(item, depth + 1) for item in value]]
+    if value is None or kind is bool:
+        return {None: "[null]", True: "[true]", False: "[false]"}[value]
+    if kind is int:
+        return f"[{value}]"
+    if kind is float:
+        return "[NaN]" if value != value else f"[{value!r}]".replace("inf", "Infinity")
+    if kind is str:
+        return f"[{quoted(value)}]"
+    if kind in (list, tuple, set, frozenset):
+        items = ", ".join([_plain(item, depth + 1) for item in value])
+        return f'["{kind.__name__}", [{items}]]'
     if kind is dict:
-        return ["dict", [[_plain(key, depth + 1), _plain(item, depth + 1)] for key, item in value.items()]]
-    if kind in (set, frozenset):
-        return ["set", [_plain(item, depth + 1) for item in value]]
+        pairs = [f"[{_plain(key, depth + 1)}, {_plain(item, depth + 1)}]" for key, item in value.items()]
+        return f'["dict", [{", ".join(pairs)}]]'
     raise TypeError("not plain data")
 
 
