@@ -243,9 +243,14 @@ def test_a_function_for_other_tasks_returns_none_and_leaves_the_sum():
 )
 def test_product_and_gate(combine, values):
     specs = ("format:rule=tag,gold=", "arithmetic:rule=last_number")
-    verify = Verify(make_parts(RewardConfig(functions=specs), None), combine=combine)
-    texts = ["<answer>7</answer>", "7", "<answer>8</answer>"]
-    assert [v.value for v in verify([prompt()], [completion(t, sample=i) for i, t in enumerate(texts)])] == values
+    verdicts, _ = judge(["<answer>7</answer>", "7", "<answer>8</answer>"], specs, combine=combine)
+    assert [v.value for v in verdicts] == values
+    assert [name for name, _ in verdicts[0].parts] == ["correct", "arithmetic"]
+
+
+def test_a_gate_needs_something_behind_it():
+    with pytest.raises(RewardError, match="needs two functions or more"):
+        judge(["7"], combine="gate")
 
 
 @pytest.mark.parametrize(

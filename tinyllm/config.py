@@ -83,6 +83,9 @@ class RewardConfig:
 
     functions: tuple[str, ...] = opt((), "reward functions, module:function; empty = the task's own verifier")
     weights: tuple[float, ...] = opt((), "one weight per function; empty = 1 each")
+    combine: Literal["sum", "product", "gate"] = opt(
+        "sum", "how several functions make one reward; gate = the first times the weighted sum of the others"
+    )
     rule: str | None = opt(None, "where the answer is read: last_number, exact_format; not set = the task's own")
     format_weight: float = opt(0.0, "weight of the strict format term beside correctness", ge=0)
     allow_probes: tuple[str, ...] = opt((), "attacks on the verifier that may pay (tinyllm probe lists them)")

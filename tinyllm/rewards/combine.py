@@ -53,6 +53,8 @@ def make_parts(reward: RewardConfig, task_verifier: str | None) -> list[Part]:
         raise RewardError(
             f"reward.rule = {reward.rule!r} is for the task's own verifier; remove it or reward.functions"
         )
+    if reward.combine == "gate" and len(specs) < 2:
+        raise RewardError("reward.combine = 'gate' needs two functions or more: the first opens the gate")
     if len(weights) != len(specs):
         raise RewardError(f"reward.weights has {len(weights)} numbers for {len(specs)} functions; give one each")
     if not all(map(math.isfinite, weights)):
@@ -294,7 +296,7 @@ def make_verify(reward: RewardConfig, data: Any, tokenizer: Any = None) -> Verif
     Raises RewardError for a function or verifier that cannot be built, or that needs a column the data does not have.
     """
     rows = [prompt.row for prompt in data.train[:1]]
-    verify_all = Verify(make_parts(reward, data.verifier), reward.timeout_s, reward.workers)
+    verify_all = Verify(make_parts(reward, data.verifier), reward.timeout_s, reward.workers, reward.combine)
     try:
         verify_all.prepare([column for row in rows for column in row if column != "prompt"])
     except RewardError:

@@ -125,8 +125,7 @@ def probe(verify: Verify, prompts: Sequence[Prompt], rows: int = ROWS) -> list[F
 def probe_before_training(
     reward: RewardConfig, data: Any, allowed: Sequence[str] = (), rows: int = ROWS
 ) -> list[Finding]:
-    """Probe the verifiers of a run (not its reward functions: their calls are counted). `allowed`: attacks that may
-    pay.
+    """Probe the verifiers of a run (not its reward functions: their calls are counted). `allowed`: attacks that may pay.
 
     Raises RewardError naming the attacks that pay, and how to go on.
     """
@@ -145,8 +144,7 @@ def probe_before_training(
         shown = next(finding for finding in found if finding.name == names[0])
         raise RewardError(
             f"the verifier pays for {', '.join(map(repr, names))} (example: {shown.example[:80]!r}); use a "
-            f"stricter rule, "
-            "or let an attack pay with --reward.allow_probes NAME"
+            "stricter rule, or let an attack pay with --reward.allow_probes NAME"
         )
     return found
 
