@@ -9,7 +9,7 @@ import textwrap
 
 import torch
 
-from tinyllm.config import GRPOConfig, RunConfig
+from tinyllm.config import GRPOConfig, RunConfig, TrainConfig
 from tinyllm.configio import to_dict
 from tinyllm.errors import RunError
 from tinyllm.manifest import build_manifest
@@ -32,7 +32,7 @@ __all__ = [
     "sys",
 ]
 
-CONFIG = GRPOConfig(run=RunConfig(keep_checkpoints=2))
+CONFIG = GRPOConfig(train=TrainConfig(steps=40), run=RunConfig(keep_checkpoints=2))
 
 
 def manifest(config: GRPOConfig = CONFIG) -> dict:

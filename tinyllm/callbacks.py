@@ -5,7 +5,7 @@ stops the run like any other.
 
 Keys of a `train` line (metrics.jsonl and on_step): step, revision, loss, reward_mean, reward_std, accuracy, kl,
 clip_fraction_low, clip_fraction_high, ratio_mean, ratio_max, entropy, completion_length, truncated, zero_advantage,
-unscored, grad_norm, lr, tokens (trained), sampler_equal (share of trained tokens whose sampler and trainer
+unscored (a count), grad_norm, lr, tokens (trained), sampler_equal (share of trained tokens whose sampler and trainer
 log-probabilities are the same to the bit), and hashes. Shares are in [0, 1]; what was not measured is None.
 Keys of an `eval` line (on_eval): kind = "eval", step, correct, prompts (counts), kl (to the start policy, per token),
 completion_length.

@@ -209,7 +209,7 @@ def numbers(metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> list[str]:
     if metrics.get("sampler_equal") is not None:
         shown.append(f"sampler = trainer {100 * metrics['sampler_equal']:.4g}%")
     if metrics.get("unscored"):
-        shown.append(f"unscored {metrics['unscored']:.1%}")
+        shown.append(f"unscored {metrics['unscored']}")
     if timing.get("sampled_tokens") and timing.get("step_s"):
         shown.append(f"{timing['sampled_tokens'] / timing['step_s']:,.0f} tokens/s")
     return shown

@@ -126,12 +126,18 @@ def _accuracy(axis: Any, train: Rows, evals: Rows) -> None:
         )
 
 
+def _from_zero(axis: Any) -> None:
+    """The y axis from 0 to a little above the curves."""
+    highest = max((max(line.get_ydata()) for line in axis.lines), default=0)
+    axis.set_ylim(0, highest * 1.08 or 1)
+
+
 def _kl(axis: Any, train: Rows, evals: Rows) -> None:
     axis.set_title("KL per token")
     _line(axis, train, "kl", BLUE, "to the reference, in training")
     _line(axis, evals, "kl", ORANGE, "to the start policy")
     if axis.lines:
-        axis.set_ylim(bottom=0)
+        _from_zero(axis)
         axis.legend()
 
 
@@ -150,21 +156,21 @@ def _clip(axis: Any, train: Rows, evals: Rows) -> None:
 def _length(axis: Any, train: Rows, evals: Rows) -> None:
     axis.set_title("Completion length (tokens)")
     _line(axis, train, "completion_length", BLUE, "mean")
-    axis.set_ylim(bottom=0)
+    _from_zero(axis)
     steps, shares = _series(train, "truncated")
     if any(shares):
         right = axis.twinx()
         right.spines["right"].set_visible(True)
         right.grid(False)
         right.plot(steps, [100 * share for share in shares], color=ORANGE, linewidth=1, alpha=0.8)
-        right.set_ylim(0, 100)
+        right.set_ylim(0, 104)
         right.set_ylabel("% cut by the limit", color=ORANGE)
 
 
 def _entropy(axis: Any, train: Rows, evals: Rows) -> None:
     axis.set_title("Entropy (nats per token)")
     _line(axis, train, "entropy", BLUE)
-    axis.set_ylim(bottom=0)
+    _from_zero(axis)
 
 
 def _finish(axis: Any, train: Rows, evals: Rows) -> None:
