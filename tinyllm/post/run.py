@@ -54,10 +54,15 @@ def grpo(
         parts.close()
 
 
-def resume(path: str | Path, *, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Go on with a run that was stopped: it ends as it would have without the stop. Raises RunError."""
+def resume(
+    path: str | Path, *, reward: Callable[..., Any] | None = None, callbacks: Sequence[Callback] = ()
+) -> RunResult:
+    """Go on with a run that was stopped: it ends as it would have without the stop. Raises RunError.
+
+    reward: the reward function the run was started with, where it was given as an object that cannot be imported.
+    """
     with RunDir.open(path) as run:
-        parts = Parts(run.config, None, callbacks)
+        parts = Parts(run.config, reward, callbacks)
         try:
             parts.require_same_start(run)
             progress = Progress()
@@ -338,8 +343,12 @@ def _check_data(config: GRPOConfig, data: Any) -> None:
 
 def _with_reward_name(config: GRPOConfig, reward: Callable[..., Any]) -> GRPOConfig:
     """The configuration to record for a reward given as an object: where it can be imported from."""
-    name = f"{getattr(reward, '__module__', '?')}:{getattr(reward, '__qualname__', type(reward).__name__)}"
-    return replace(config, reward=replace(config.reward, functions=(name,)))
+    return replace(config, reward=replace(config.reward, functions=(_importable_name(reward),)))
+
+
+def _importable_name(function: Any) -> str:
+    module, name = getattr(function, "__module__", "?"), getattr(function, "__qualname__", type(function).__name__)
+    return f"{module}:{name}"
 
 
 def _verifier_hash(parts: Sequence[Any]) -> str:
@@ -353,7 +362,8 @@ def _verifier_hash(parts: Sequence[Any]) -> str:
         elif isinstance(judge, str):
             described.append([part.name, part.weight, judge, _module_hash(judge.partition(":")[0])])
         else:
-            described.append([part.name, part.weight, _source_hash(judge)])
+            spec = _importable_name(judge)
+            described.append([part.name, part.weight, spec, _module_hash(spec.partition(":")[0]) or _source_hash(judge)])
     return hash_json([code, described])
 
 
