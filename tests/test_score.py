@@ -9,12 +9,13 @@ import pytest
 from test_rewards import data, prompt
 from test_tasks import jsonl
 
-from tinyllm.config import RewardConfig
+from tinyllm.config import ArithmeticConfig, RewardConfig
 from tinyllm.errors import DataError, RewardError, UserError
 from tinyllm.rewards import Verify
 from tinyllm.rewards.combine import make_parts
 from tinyllm.rewards.probe import probe, probe_before_training
 from tinyllm.score import main, probe_main
+from tinyllm.tasks.arithmetic import generate
 
 ROWS = [
     {"prompt": "3 + 4?", "answer": "7", "completion": "<answer>7</answer>"},
@@ -154,3 +155,9 @@ def test_probe_reports_rows_that_cannot_be_used(tmp_path, capsys):
     assert "1 of 2 rows fail their self-test" in capsys.readouterr().out
     with pytest.raises(DataError, match="no row can be used"):
         probe_main(["--verifier", "arithmetic", "--data", jsonl(tmp_path, rows[1:])])
+
+
+def test_no_attack_pays_on_any_row_of_the_main_job():
+    rows = data(*(prompt(str(n), **row) for n, row in enumerate(generate(ArithmeticConfig())[0])))
+    found = probe_before_training(RewardConfig(), rows, rows=519)
+    assert found[0].rows == 519 and not [finding for finding in found if finding.informed and finding.paid]

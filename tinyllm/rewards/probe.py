@@ -125,7 +125,7 @@ def probe(verify: Verify, prompts: Sequence[Prompt], rows: int = ROWS) -> list[F
 def probe_before_training(
     reward: RewardConfig, data: Any, allowed: Sequence[str] = (), rows: int = ROWS
 ) -> list[Finding]:
-    """Probe the verifiers of a run (not its reward functions: their calls are counted). `allowed`: attacks that may pay.
+    """Probe the verifiers of a run (not its reward functions: their calls count). `allowed`: attacks that may pay.
 
     Raises RewardError naming the attacks that pay, and how to go on.
     """
@@ -210,14 +210,15 @@ def _answers() -> list[tuple[str, str]]:
 
 
 def _informed(region: Region, gold: str) -> list[Attack]:
-    wrong = f"{gold}0" if gold[-1:].isdigit() else f"{gold}x"
+    wrong = f"{gold}1" if gold[-1:].isdigit() else f"{gold}x"  # not "0": 00 is 0
+    zero = not gold.strip("0.,-")
     placed = region.write(gold)
     texts = {
         "gold or another": region.write(f"{gold} or {wrong}"),
         "gold, then another answer": f"{placed}\n{region.write(wrong)}",
         "gold within a longer answer": region.write(f"{wrong} {gold} {wrong}"),
         "gold, continued": region.write(wrong),
-        "gold negated": region.write(f"-{gold}" if gold[:1].isdigit() and gold.strip("0.,") else f"not {gold}"),
+        "gold negated": placed if zero else region.write(f"-{gold}" if gold[:1].isdigit() else f"not {gold}"),
         "gold in other digits": region.write(gold.translate({ord(str(n)): chr(0xFF10 + n) for n in range(10)})),
         "gold in look-alike letters": region.write(gold.translate(LOOK_ALIKES)),
     }  # fmt: skip
