@@ -257,7 +257,7 @@ def test_a_gate_needs_something_behind_it():
     ("config", "words"),
     [
         ({"functions": ("nowhere_module:f",)}, "no module 'nowhere_module'"),
-        ({"functions": ("math_no_colon",)}, "write module:function"),
+        ({"functions": ("arithmetc",)}, "verifier 'arithmetc' is unknown; nearest: 'arithmetic'"),
         ({"functions": ("json:nothing=1",)}, "json"),
         ({"functions": ("arithmetic:rul=tag",)}, "has no setting 'rul'; nearest: 'rule'"),
         ({"functions": ("arithmetic:rule=tags",)}, "choose one of"),

@@ -59,7 +59,7 @@ def test_score_warns_when_nothing_differs(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["nowhere.jsonl", "--verifier", "arithmetic"], "does not exist"),
-        (["FILE", "--verifier", "arithmetik:rule=tag"], "no module 'arithmetik'"),
+        (["FILE", "--verifier", "arithmetik:rule=tag"], "nearest: 'arithmetic'"),
         (["FILE", "--verifier", "arithmetic", "--weights", "x"], "give numbers"),
         (["FILE", "--verifier", "arithmetic", "--columns", "x"], "ours=theirs"),
         (["FILE", "--verifier", "arithmetic", "--columns", "completion=x"], "no column 'x'"),

@@ -148,8 +148,9 @@ def gold_text(row: Row, column: str) -> str:
 
 
 def is_family(spec: str) -> bool:
-    """Whether a spec names one of our families (else it is a reward function, module:function)."""
-    return spec.lstrip().startswith("{") or spec.partition(":")[0].strip() in FAMILIES
+    """Whether a spec is one of a verifier (else it is a reward function, module:function)."""
+    family, colon, settings = spec.partition(":")
+    return not colon or "=" in settings or spec.lstrip().startswith("{") or family.strip() in FAMILIES
 
 
 def build(spec: str | Mapping[str, Any] | Verifier) -> Verifier:
@@ -158,7 +159,8 @@ def build(spec: str | Mapping[str, Any] | Verifier) -> Verifier:
         return spec
     family, settings = _parse(spec)
     if family not in FAMILIES:
-        raise RewardError(f"verifier family {family!r} is unknown; {_nearest(family, list(FAMILIES))}")
+        hint = _nearest(family, list(FAMILIES))
+        raise RewardError(f"verifier {family!r} is unknown; {hint}; a function of yours is module:function")
     module, name = FAMILIES[family]
     kind: type[Verifier] = getattr(importlib.import_module(module), name)
     hints = typing.get_type_hints(kind)
