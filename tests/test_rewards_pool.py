@@ -141,6 +141,17 @@ def test_verifiers_run_in_the_pool_and_keep_their_order():
         verify.close()
 
 
+def test_completions_that_were_cut_leave_the_others_in_place():
+    rows = SimpleNamespace(train=(prompt(answer="1/2"),), held_out=(), verifier="math:rule=final")
+    verify = make_verify(RewardConfig(timeout_s=60.0), rows)
+    texts = [("$\\frac{1}{2}$", "length"), ("$0.5$", "stop"), ("$0.5$", "length"), ("$2$", "stop"), ("$1/2$", "stop")]
+    try:
+        cut = [completion(text, sample=n, finish=finish) for n, (text, finish) in enumerate(texts)]
+        assert [v.value for v in verify(rows.train, cut, 1)] == [0.0, 1.0, 0.0, 0.0, 1.0]
+    finally:
+        verify.close()
+
+
 def judge_rows(verify, prompts, texts):
     return verify(prompts, [completion(text, sample=n) for n, text in enumerate(texts)], 1)
 

@@ -174,7 +174,8 @@ class Verify:
         jobs: list[Job] = []
         for number, part in enumerate(parts):
             if isinstance(part.judge, Verifier):
-                jobs += [_verify_job(part.judge, prompt.row, done.text, self.timeout_s) for prompt, done in pairs]
+                finished = [(prompt, done) for prompt, done in pairs if not _unfinished(part.judge, done)]
+                jobs += [_verify_job(part.judge, prompt.row, done.text, self.timeout_s) for prompt, done in finished]
             else:
                 jobs.append(self._function_job(part, pairs, step, number))
         results = iter(self.pool.run(jobs))

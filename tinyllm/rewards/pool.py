@@ -51,7 +51,7 @@ class Job:
         return self.spec if isinstance(self.spec, str) else repr(sorted(self.spec.items(), key=str))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     process: subprocess.Popen[bytes]
     deadline: float
@@ -191,8 +191,9 @@ class Pool:
         worker.buffer.clear()
         if not worker.ready:
             worker.ready = True
-            limit = _private_bytes(worker.process.pid) + self.memory
-            resource.prlimit(worker.process.pid, resource.RLIMIT_DATA, (limit, limit))
+            if sys.platform == "linux":  # elsewhere only the clock is kept
+                limit = _private_bytes(worker.process.pid) + self.memory
+                resource.prlimit(worker.process.pid, resource.RLIMIT_DATA, (limit, limit))
             return []
         assert worker.job is not None
         index = worker.job
