@@ -22,8 +22,8 @@ class Policy:
     with the model's own logits, so that an architecture with another output step is refused, not computed wrongly.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: Any) -> None:
+        self.model: Any = model
         causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         attach(causal)
         self.causal = causal

@@ -25,6 +25,7 @@ from tinyllm.errors import ConfigError, DataError, RunError, TrainingStopped
 from tinyllm.files import write_errors
 from tinyllm.hashing import hash_bytes, hash_file, hash_json, hash_tensors
 from tinyllm.manifest import build_manifest
+from tinyllm.memory import memory_estimate, require_memory
 from tinyllm.post.evaluation import evaluator
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.source import InlineSource, PromptOrder
@@ -83,7 +84,7 @@ class Parts:
         _check(config)
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
-        judged = config.reward if reward is None else replace(config.reward, functions=(reward,))
+        judged = config.reward if reward is None else replace(config.reward, functions=(reward,))  # type: ignore[arg-type]
         self.config = config if reward is None else _with_reward_name(config, reward)
         self._phase("reading the data")
         self.tokenizer = models.load_tokenizer(config.model.name)
@@ -108,6 +109,10 @@ class Parts:
         config = self.config
         self._phase("loading the model")
         model: Any = models.load_model(config.model.name, config.model.dtype, config.model.device, config=config)
+        longest = max(len(p.token_ids) for p in (*self.data.train, *self.data.held_out))
+        require_memory(
+            config.model.name, memory_estimate(model.config, model.dtype, config, longest), model.device.type
+        )
         self.start_hash = models.content_hash(model)
         if config.lora.rank:
             model = models.add_lora(model, config.lora.rank, config.lora.alpha, config.lora.targets, seed=config.seed)
@@ -363,7 +368,9 @@ def _verifier_hash(parts: Sequence[Any]) -> str:
             described.append([part.name, part.weight, judge, _module_hash(judge.partition(":")[0])])
         else:
             spec = _importable_name(judge)
-            described.append([part.name, part.weight, spec, _module_hash(spec.partition(":")[0]) or _source_hash(judge)])
+            described.append(
+                [part.name, part.weight, spec, _module_hash(spec.partition(":")[0]) or _source_hash(judge)]
+            )
     return hash_json([code, described])
 
 

@@ -21,8 +21,10 @@ from tinyllm.records import Completion, Group, Prompt, Revision, SamplingParams,
 class Source(Protocol):
     """Groups, step after step, and the edge back."""
 
-    seconds: dict[str, float]
-    """Where the last step's time went."""
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the last step's time went."""
+        ...
 
     def __iter__(self) -> Iterator[tuple[int, list[Group]]]: ...
 
