@@ -108,11 +108,11 @@ class Parts:
     def _load_model(self) -> None:
         config = self.config
         self._phase("loading the model")
-        model: Any = models.load_model(config.model.name, config.model.dtype, config.model.device, config=config)
+        name, device = config.model.name, models.pick_device(config.model.device)
         longest = max(len(p.token_ids) for p in (*self.data.train, *self.data.held_out))
-        require_memory(
-            config.model.name, memory_estimate(model.config, model.dtype, config, longest), model.device.type
-        )
+        weights = models.pick_dtype(config.model.dtype, device)
+        require_memory(name, memory_estimate(models.load_config(name), weights, config, longest), device)
+        model: Any = models.load_model(name, config.model.dtype, device, config=config)
         self.start_hash = models.content_hash(model)
         if config.lora.rank:
             model = models.add_lora(model, config.lora.rank, config.lora.alpha, config.lora.targets, seed=config.seed)
