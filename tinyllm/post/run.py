@@ -207,7 +207,7 @@ class Parts:
         config = self.config
         self.engine.publish(Revision(progress.step, self.weights_hash()))
         order = PromptOrder(self.data.train, _data_seed(config), progress.position)
-        with _stop_signals() as stop_requested:
+        with _stop_signals(lambda: self._phase("stopping after this step")) as stop_requested:
             trainer = Trainer(
                 run=run,
                 config=config,
@@ -301,7 +301,7 @@ def _data_seed(config: GRPOConfig) -> int:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
+def _stop_signals(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """The first Ctrl-C or SIGTERM asks the loop to stop after its step; a second one stops at once."""
     requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -312,6 +312,7 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
         if requested.is_set():
             raise KeyboardInterrupt
         requested.set()
+        on_first()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
