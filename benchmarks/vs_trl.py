@@ -132,22 +132,20 @@ class Comparison:
             f"\n=== {case.name}: {PROMPTS} prompts of {lengths[0]} to {lengths[-1]} tokens x {GROUP} completions of "
             f"{case.completion}, beta {case.beta:g}"
         )
-        tried = self.choose(self.setups(given, best_kinds))
-        worked = {setup: spread for setup, spread in tried.items() if isinstance(spread, Spread)}
-        if not worked:
+        setups = self.setups(given, best_kinds)
+        tried = self.choose(setups) if len(setups) > 1 else {}
+        times = {setup: spread.median for setup, spread in tried.items() if isinstance(spread, Spread)}
+        ranking = sorted(times, key=lambda setup: times[setup]) if tried else setups
+        if not ranking:
             raise ConfigError("no configuration of TRL worked; see the table above")
-        kinds = {
-            kind: min((s for s in worked if s.kind == kind), key=lambda s: worked[s].median, default=None)
-            for kind in _kinds(worked)
-        }
-        best = min(worked, key=lambda s: worked[s].median)
+        best, fp32 = ranking[0], next((s for s in ranking if s.kind == "fp32"), None)
         out: dict[str, Any] = {
             "case": vars(case),
             "tried": {str(s): x for s, x in tried.items()},
-            "best_of_kind": [str(s) for s in kinds.values()],
+            "best_of_kind": [str(next(s for s in ranking if s.kind == kind)) for kind in _kinds(ranking)],
             "against": {},
         }
-        for setup in dict.fromkeys(s for s in (best, kinds.get("fp32")) if s):
+        for setup in dict.fromkeys(s for s in (best, fp32) if s):
             with tempfile.TemporaryDirectory() as folder, self.side(Path(folder) / "run") as side:
                 out["against"][str(setup)] = self.in_turn(setup, side, is_best=setup == best)
                 out |= self.floor(side)
