@@ -7,7 +7,7 @@ import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def resume(
         try:
             parts.require_same_start(run)
             progress = Progress()
-            if run.checkpoints.steps():
+            with suppress(RunError):  # none yet, or, after a warning, none whole: start weights and record will do
                 _, tensors, state = run.load_checkpoint()
                 parts.optimizer.load(tensors)
                 progress = Progress(**state["progress"])
