@@ -376,9 +376,12 @@ def _verifier_hash(parts: Sequence[Any]) -> str:
 
 
 def _module_hash(module: str) -> str | None:
+    """Hash of the source of a module, or of a file."""
     import importlib.util
     import sys
 
+    if module.endswith(".py"):
+        return hash_file(module) if Path(module).is_file() else None
     sys.path.insert(0, "")
     try:
         spec = importlib.util.find_spec(module)
