@@ -99,11 +99,12 @@ class Trainer:
                 callback.on_step(metrics, timing, groups)
             self._count_non_finite(result)
             stop = self._evaluate(step, groups)
-            last = step == config.train.steps or stop or self.stop_requested()
+            interrupted = self.stop_requested()
+            last = step == config.train.steps or stop or interrupted
             if last or step % config.run.checkpoint_every == 0:
                 self._tell("on_phase", "saving")
                 self.save()
-            if self.stop_requested() and step < config.train.steps:
+            if interrupted and step < config.train.steps:
                 raise Interrupted(self.run.path, step)
             if stop:
                 return
