@@ -20,7 +20,8 @@ from tinyllm.configio import make_config
 from tinyllm.engine.head import Policy
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, SamplingParams, Verdict
 
-EOS, UNK = 0, 1
+EOS = 0
+STOPS = (16, 17, 18, 19)
 CHARACTERS = "0123456789+-=x ?.Wabcdefghijklmnoprstuy"
 VOCABULARY = 44
 
@@ -57,7 +58,8 @@ def gpt2(seed: int = 0, **changes: Any) -> GPT2LMHeadModel:
 
 
 def save(model: PreTrainedModel, path: Path) -> Path:
-    """The model with its tokenizer as a folder."""
+    """The model with its tokenizer as a folder; a few more tokens end a completion, so that lengths differ."""
+    model.generation_config.eos_token_id = [EOS, *STOPS]
     model.save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
@@ -75,7 +77,17 @@ def many_digits(completions: Sequence[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
-def config(model: Path, rows: Path, out: Path, **options: Any) -> GRPOConfig:
+def digits_in_odd_steps(completions: Sequence[str], trainer_state: Any, **_: Any) -> list[float]:
+    """The same reward in every other step; the others have nothing to learn from."""
+    return many_digits(completions) if trainer_state.global_step % 2 else [0.0] * len(completions)
+
+
+def digits_after_odd_numbers(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+    """The same reward for about half of the prompts; the others have nothing to learn from."""
+    return [v if p[0] in "13579" else 0.0 for p, v in zip(prompts, many_digits(completions), strict=True)]
+
+
+def config(model: Path, rows: Path, out: Path, /, **options: Any) -> GRPOConfig:
     """A run of a tiny model on `rows`: plain SGD without clipping, 4 prompts a step, 4 completions of up to 6 tokens."""
     plain = {
         "model": {"name": str(model), "dtype": "float32", "device": "cpu"},
@@ -146,8 +158,19 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The lines of one kind; NaN and infinity, which JSON does not have, are refused."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} in {run}/metrics.jsonl")
+
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
     return [row for row in rows if row.get("kind", "train") == kind]
+
+
+def rollouts(run: Path) -> dict[str, bytes]:
+    """The files of the record."""
+    return {path.name: path.read_bytes() for path in sorted((run / "rollouts").iterdir())}
 
 
 class ScriptedEngine:

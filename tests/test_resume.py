@@ -1,0 +1,356 @@
+"""A run that was killed, anywhere, ends as if it had not been: weights, rollouts and metrics are the same to the byte."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tiny import config, llama, metrics, rollouts, save, weights, write_rows
+
+from tinyllm.callbacks import Callback, RunResult
+from tinyllm.config import GRPOConfig
+from tinyllm.configio import to_dict, to_toml
+from tinyllm.errors import RunError
+from tinyllm.post.run import grpo, resume
+from tinyllm.rundir import RunDir
+
+ROOT = Path(__file__).parent.parent
+COMMON = {
+    "optimizer": {"name": "adamw", "lr": 1e-2, "schedule": "cosine", "warmup_steps": 3},
+    "train": {"steps": 6},
+    "eval": {"every": 2},
+    "run": {"checkpoint_every": 2},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "updates": {"train": {"updates_per_batch": 2}},
+    "dynamic": {"train": {"dynamic_sampling": True, "max_refills": 8}, "reward": "digits_after_odd_numbers"},
+    "kl": {"objective": {"beta": 0.3}},
+    "lora": {"lora": {"rank": 2}, "objective": {"beta": 0.3}, "optimizer": {"lr": 0.1}},
+    "epoch": {"train": {"prompts_per_step": 3}, "run": {"checkpoint_every": 3}},  # three steps are an epoch
+    "constant": {"reward": "digits_in_odd_steps"},
+    "bf16": {"model": {"dtype": "bfloat16"}, "train": {"steps": 4}},
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(llama(), folder / "model")
+    write_rows(folder / "rows.jsonl")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+
+
+@pytest.fixture(scope="module")
+def crasher():
+    """crasher(job) -> the exit code of the child that did it; minus the signal's number where one ended it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "crasher.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdin and process.stdout
+    assert json.loads(process.stdout.readline()) == "ready"
+
+    def run(job: dict[str, Any]) -> int:
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    yield run
+    process.stdin.close()
+    process.wait(60)
+    process.stdout.close()
+
+
+class Runs:
+    """Runs of one variant: whole ones, and ones that are ended early."""
+
+    def __init__(self, home: Path, variant: str, crasher) -> None:
+        options = dict(VARIANTS[variant])
+        self.reward = options.pop("reward", "many_digits")
+        merged = {name: {**COMMON.get(name, {}), **options.get(name, {})} for name in {**COMMON, **options}}
+        self.home, self.variant, self.options, self.crasher = home, variant, merged, crasher
+        self.path = home / f"run-{variant}"
+        self.points: list[str] = []
+
+    def config(self, path: Path) -> GRPOConfig:
+        return config(self.home / "model", self.home / "rows.jsonl", path, **self.options)
+
+    def start(self, path: Path, due: dict[int, str]) -> int:
+        job = {"config": to_dict(self.config(path)), "reward": self.reward, "due": due}
+        return self.crasher({**job, "points": str(self.home / f"{self.variant}.json")})
+
+    def whole(self) -> Path:
+        """The uninterrupted run; `points` are those it passed."""
+        if not self.points:
+            assert self.start(self.path, {}) == 0
+            self.points = json.loads((self.home / f"{self.variant}.json").read_text())
+        return self.path
+
+    def killed_at(self, point: int) -> Path:
+        path = self.home / f"run-{self.variant}-{point}"
+        assert self.start(path, {point: "KILL"}) == -signal.SIGKILL
+        return path
+
+    def go_on(self, path: Path) -> RunResult:
+        """Resumes; a run killed before it had a manifest is started again in its folder."""
+        reward = getattr(tiny, self.reward)
+        if (path / "manifest.json").exists():
+            return resume(path, reward=reward)
+        return grpo(self.config(path), reward=reward)
+
+
+@pytest.fixture(scope="module")
+def runs(home, crasher):
+    """runs(variant) -> Runs, one per variant."""
+    made: dict[str, Runs] = {}
+    return lambda variant: made.setdefault(variant, Runs(home, variant, crasher))
+
+
+def assert_same(path: Path, whole: Path) -> None:
+    """Two run directories hold the same run: record, metrics, model and last checkpoint."""
+    assert (path / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+    assert rollouts(path) == rollouts(whole)
+    for name in ("model", "best"):
+        assert (path / name).exists() == (whole / name).exists()
+        if (whole / name).exists():
+            a, b = weights(path / name), weights(whole / name)
+            assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a), name
+    (step, tensors, state), (last, expected, wanted) = (RunDir.read(p).load_checkpoint() for p in (path, whole))
+    assert (step, state) == (last, wanted)
+    for part in expected:
+        assert tensors[part].keys() == expected[part].keys()
+        assert all(torch.equal(tensors[part][n], expected[part][n]) for n in expected[part]), part
+    assert not [p for p in path.rglob("*.tmp")] and not [p for p in path.rglob("*.old")]
+
+
+def middle(points: list[str], name: str) -> int:
+    places = [i for i, point in enumerate(points) if point == name]
+    return places[len(places) // 2]
+
+
+@pytest.mark.parametrize("doing", ["sample", "verify", "rollouts", "update", "checkpoints"])
+def test_killed_while(runs, doing):
+    plain = runs("plain")
+    whole = plain.whole()
+    path = plain.killed_at(middle(plain.points, doing))
+    before = metrics(path)
+    assert 0 < len(before) < 6
+    plain.go_on(path)
+    assert_same(path, whole)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
+def test_killed_in_a_run_with(runs, variant):
+    """Cases J2, J5, J6, J9, H6: between the updates of a batch, after refills, with a KL, over the end of an epoch."""
+    these = runs(variant)
+    whole = these.whole()
+    updates = [i for i, point in enumerate(these.points) if point == "update"]
+    path = these.killed_at(updates[len(updates) * 2 // 3])
+    these.go_on(path)
+    assert_same(path, whole)
+    assert len(metrics(whole)) == these.config(path).train.steps
+
+
+def test_stopped_exactly_at_the_end_of_an_epoch(runs):
+    """Case J2: the checkpoint of step 3 is on disk, nothing of step 4 is; the resumed run does exactly three more."""
+    epoch = runs("epoch")
+    whole = epoch.whole()
+    done = [i for i, point in enumerate(epoch.points) if point == "checkpoints"]
+    sampled = next(i for i in range(len(epoch.points) // 2, len(epoch.points)) if epoch.points[i] == "sample")
+    assert done[0] < sampled
+    path = epoch.killed_at(sampled)
+    started = []
+
+    class Watch(Callback):
+        def on_start(self, info):
+            started.append(info.first_step)
+
+    steps = len(metrics(path))
+    resume(path, reward=tiny.many_digits, callbacks=[Watch()])
+    assert steps == 3 and started == [4]
+    assert_same(path, whole)
+    ids = [g.prompt.id for step in range(1, 7) for g in RunDir.read(path).read_groups(step)]
+    assert len(ids) == 18 and len(set(ids[:9])) == len(set(ids[9:])) == 9, "every prompt once in each epoch"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(25))
+@pytest.mark.parametrize("variant", ["plain", "dynamic"])
+def test_killed_at_any_point(runs, variant, number):
+    """25 points spread evenly from the first write to the last."""
+    these = runs(variant)
+    whole = these.whole()
+    path = these.killed_at((2 * number + 1) * len(these.points) // 50)
+    these.go_on(path)
+    assert_same(path, whole)
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(runs, crasher):
+    """Ten deaths in one run, each while the run before goes on."""
+    plain = runs("plain")
+    whole = plain.whole()
+    path = plain.killed_at(len(plain.points) // 12)
+    for _ in range(9):
+        output = path.parent / "again.txt"
+        code = crasher({"command": ["grpo", "--resume", str(path)], "due": {len(plain.points) // 12: "KILL"}, "output": str(output)})
+        assert code in (-signal.SIGKILL, 0), output.read_text()
+    plain.go_on(path)
+    assert_same(path, whole)
+
+
+# From the record
+
+
+def test_recorded_steps_are_trained_from_the_record(runs, tmp_path):
+    """Without its checkpoints a finished run trains again from what it recorded: nothing is sampled or judged anew."""
+    plain = runs("plain")
+    path = shutil.copytree(plain.whole(), tmp_path / "run-copy")
+    shutil.rmtree(path / "checkpoints")
+    judged = []
+
+    def reward(completions, **_):
+        judged.append(len(completions))
+        return tiny.many_digits(completions)
+
+    reward.__module__, reward.__qualname__, reward.__name__ = "tiny", "many_digits", "many_digits"
+    resume(path, reward=reward)
+    assert_same(path, plain.path)
+    assert judged == [3] * 4, "the evaluations of steps 0, 2, 4 and 6"
+
+
+def test_a_step_that_does_not_repeat_is_refused(runs, tmp_path):
+    plain = runs("plain")
+    path = shutil.copytree(plain.whole(), tmp_path / "run-copy")
+    shutil.rmtree(path / "checkpoints")
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if json.loads(line)["step"] == 3)
+    row = json.loads(lines[place])
+    row["hashes"]["gradient"] = "0" * 32
+    lines[place] = json.dumps(row, sort_keys=True, ensure_ascii=False)
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(RunError, match="step 3 does not repeat: hashes"):
+        resume(path, reward=tiny.many_digits)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(runs, tmp_path, caplog, damage):
+    """Case J7; with all of them damaged the run goes on from its start and its record."""
+    plain = runs("plain")
+    for count in (1, 2):
+        path = shutil.copytree(plain.whole(), tmp_path / f"run-{count}")
+        kept = sorted((path / "checkpoints").iterdir())
+        assert [p.name for p in kept] == ["000004", "000006"]
+        for folder in kept[-count:]:
+            file = folder / "weights.safetensors"
+            data = bytearray(file.read_bytes())
+            file.write_bytes(data[:-1] if damage == "truncate" else bytes([*data[:-1], data[-1] ^ 1]))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "tinyllm"):
+            resume(path, reward=tiny.many_digits)
+        said = [r.getMessage() for r in caplog.records if "passed over" in r.getMessage()]
+        assert len(said) == count and "checkpoint of step 6" in said[0] and "weights.safetensors" in said[0]
+        assert_same(path, plain.path)
+
+
+def test_a_finished_run_is_left_as_it_is(runs, tmp_path):
+    plain = runs("plain")
+    path = shutil.copytree(plain.whole(), tmp_path / "run-copy")
+    for _ in range(2):
+        result = resume(path, reward=tiny.many_digits)
+        assert result.after["step"] == 6 and result.model_dir == path / "model"
+        assert_same(path, plain.path)
+
+
+@pytest.mark.parametrize("what", ["weights", "data", "verifier"])
+def test_another_start_is_refused(runs, tmp_path, what):
+    """The run goes on with the model, data and reward it was started with, or not at all."""
+    home = tmp_path / "home"
+    home.mkdir()
+    save(llama(), home / "model")
+    write_rows(home / "rows.jsonl")
+    given = config(home / "model", home / "rows.jsonl", tmp_path / "run", train={"steps": 1})
+    grpo(given, reward=tiny.many_digits)
+    if what == "weights":
+        save(llama(1), home / "model")
+    if what == "data":
+        write_rows(home / "rows.jsonl", count=13)
+    reward = (lambda completions, **_: tiny.many_digits(completions)) if what == "verifier" else tiny.many_digits
+    with pytest.raises(RunError, match=f"the {what} changed since the run was started"):
+        resume(tmp_path / "run", reward=reward)
+
+
+# Signals
+
+
+@pytest.fixture
+def command(runs, tmp_path, crasher):
+    """command(words, due) -> (exit code, what was printed): the command line in a child, with a reward of its own."""
+    (tmp_path / "digits.py").write_text(
+        "def share(completions, **_):\n"
+        "    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]\n"
+    )
+    plain = runs("plain")
+    chosen = plain.config(tmp_path / "run-cli")
+    toml = to_toml(chosen).replace("functions = []", f'functions = ["{tmp_path / "digits.py"}:share"]')
+    (tmp_path / "run.toml").write_text(toml)
+
+    def run(words: list[str], due: dict[int, str]) -> tuple[int, str]:
+        output = tmp_path / "output.txt"
+        code = crasher({"command": words, "due": due, "output": str(output)})
+        return code, output.read_text()
+
+    run.toml, run.path = tmp_path / "run.toml", tmp_path / "run-cli"
+    return run
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_a_signal_saves_and_says_how_to_go_on(command, runs, name):
+    """The step is finished, all is saved, the exit code is 130, and the command that is printed goes on."""
+    whole = runs("plain").whole()
+    code, said = command(["grpo", "--config", str(command.toml)], {len(runs("plain").points) // 2: name})
+    assert code == 130, said
+    done = len(metrics(command.path))
+    assert 1 <= done < 6 and RunDir.read(command.path).load_checkpoint()[0] == done
+    assert f"tinyllm grpo --resume {command.path}" in said
+    code, said = command(["grpo", "--resume", str(command.path)], {})
+    assert code == 0, said
+    assert_same_training(command.path, whole)
+
+
+def test_a_second_signal_stops_at_once(command, runs):
+    whole = runs("plain").whole()
+    point = middle(runs("plain").points, "sample")
+    code, said = command(["grpo", "--config", str(command.toml)], {point: "INT", point + 1: "INT"})
+    assert code == 130, said
+    code, said = command(["grpo", "--resume", str(command.path)], {})
+    assert code == 0, said
+    assert_same_training(command.path, whole)
+
+
+def assert_same_training(path: Path, whole: Path) -> None:
+    """The same numbers under another name of the reward."""
+    a, b = metrics(path), metrics(whole)
+    assert [r["hashes"]["weights"] for r in a] == [r["hashes"]["weights"] for r in b]
+    a, b = weights(path / "model"), weights(whole / "model")
+    assert all(torch.equal(a[n], b[n]) for n in a)

@@ -1,0 +1,488 @@
+"""Whole runs of tiny models: what is trained, recorded, skipped, stopped, saved."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import (
+    EOS,
+    STOPS,
+    VOCABULARY,
+    config,
+    digits_after_odd_numbers,
+    gpt2,
+    llama,
+    many_digits,
+    metrics,
+    rollouts,
+    save,
+    weights,
+    write_rows,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tinyllm
+from tinyllm import models
+from tinyllm.callbacks import Callback, RunResult
+from tinyllm.errors import ConfigError, DataError, RewardError, TrainingStopped
+from tinyllm.post import update
+from tinyllm.post.run import grpo, resume
+from tinyllm.rundir import RunDir
+
+TRAINED, HELD_OUT = 9, 3
+"""Prompts of the 12 rows."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A tiny model and rows on disk."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save(llama(), folder / "model")
+    write_rows(folder / "rows.jsonl")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch, request):
+    """Drawing report.png takes longer than training here, and has tests of its own."""
+    if request.node.name != "test_from_python":
+        monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+
+
+@pytest.fixture
+def train(home, tmp_path):
+    """train(name, reward, **options) -> the result of a run in a folder of that name."""
+
+    def run(name="run", reward=many_digits, callbacks=(), model="model", **options) -> RunResult:
+        given = config(home / model, home / "rows.jsonl", tmp_path / name, **options)
+        return grpo(given, reward=reward, callbacks=callbacks)
+
+    return run
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def groups_of(result: RunResult, step: int):
+    return RunDir.read(result.run_dir).read_groups(step)
+
+
+# What a run is
+
+
+def test_from_python(home, tmp_path, capsys):
+    """tinyllm.grpo with plain keywords: trains, shows progress, draws, saves a model that transformers loads."""
+    result = tinyllm.grpo(
+        model=str(home / "model"), data=str(home / "rows.jsonl"), reward=many_digits, prompt_rule="raw", steps=2,
+        prompts_per_step=4, sampling={"group_size": 4, "max_new_tokens": 6}, lr=1e-3, held_out_fraction=0.25,
+        out=str(tmp_path / "run"),
+    )  # fmt: skip
+    assert result.run_dir == tmp_path / "run" and result.plot.stat().st_size > 10_000
+    assert result.before["step"] == 0 and result.after["step"] == 2 and result.after["prompts"] == HELD_OUT
+    rows = metrics(result.run_dir)
+    assert [row["step"] for row in rows] == [1, 2] and all(row["sampler_equal"] == 1.0 for row in rows)
+    assert capsys.readouterr().out
+
+
+def test_the_saved_model_is_the_trained_one_to_the_bit(train, home):
+    result = train(optimizer={"lr": 1.0})
+    loaded = AutoModelForCausalLM.from_pretrained(result.model_dir)
+    assert models.content_hash(loaded) == metrics(result.run_dir)[-1]["hashes"]["weights"]
+    assert AutoTokenizer.from_pretrained(result.model_dir)("12+3").input_ids == [3, 4, 12, 5]
+    assert not equal(weights(result.model_dir), weights(home / "model"))
+
+
+def test_what_is_logged_per_step(train):
+    result = train(train={"steps": 2}, optimizer={"schedule": "linear"})
+    for row in metrics(result.run_dir):
+        groups = groups_of(result, row["step"])
+        rolled = [r for g in groups for r in g.rollouts]
+        lengths = [len(r.completion.token_ids) for r in rolled]
+        assert row["reward_mean"] == pytest.approx(sum(r.reward for r in rolled) / 16)
+        assert row["completion_length"] == sum(lengths) / 16 and min(lengths) < max(lengths) == 6
+        assert row["truncated"] == sum(r.completion.finish_reason == "length" for r in rolled) / 16
+        assert row["lr"] == {1: 0.1, 2: 0.05}[row["step"]]
+        assert 0 < row["entropy"] < math.log(VOCABULARY) and row["grad_norm"] > 0
+        assert row["ratio_max"] == row["ratio_mean"] == 1.0 and row["clip_fraction_high"] == 0.0
+        assert row["sampler_equal"] == 1.0 and row["tokens"] <= sum(lengths)
+        assert {g.rollouts[0].completion.revision.step for g in groups} == {row["step"] - 1}
+    first, second = metrics(result.run_dir)
+    assert groups_of(result, 2)[0].rollouts[0].completion.revision.hash == first["hashes"]["weights"]
+    assert second["revision"].startswith("2:") and first["hashes"]["weights"] != second["hashes"]["weights"]
+
+
+def test_callbacks_are_told_in_order(train):
+    told = []
+
+    class Watch(Callback):
+        def on_phase(self, phase):
+            told.append(phase)
+
+        def on_start(self, info):
+            told.append(("start", info.first_step, info.facts["train_prompts"]))
+
+        def on_step(self, row, timing, groups):
+            told.append(("step", row["step"], timing["step"], len(groups)))
+            assert row["loss"] is not None and timing["sampled_tokens"] > 0 and timing["update_s"] > 0
+
+        def on_eval(self, row):
+            told.append(("eval", row["step"], row["prompts"]))
+
+        def on_end(self, result):
+            told.append(("end", result.after["step"]))
+
+    train(train={"steps": 2}, eval={"every": 1}, callbacks=[Watch()])
+    assert [t for t in told if isinstance(t, tuple)] == [
+        ("start", 1, TRAINED), ("eval", 0, HELD_OUT), ("step", 1, 1, 4), ("eval", 1, HELD_OUT), ("step", 2, 2, 4),
+        ("eval", 2, HELD_OUT), ("end", 2),
+    ]  # fmt: skip
+    phases = [t for t in told if isinstance(t, str)]
+    assert phases[:2] == ["reading the data", "loading the model"] and phases[-1] == "saving the model"
+    assert {"sampling", "verifying", "training", "evaluating", "saving"} <= set(phases)
+
+
+def test_a_callback_that_fails_stops_the_run_and_lets_go_of_it(train, tmp_path):
+    class Fails(Callback):
+        def on_step(self, row, timing, groups):
+            raise ValueError("no display")
+
+    with pytest.raises(ValueError, match="no display"):
+        train(callbacks=[Fails()])
+    assert len(metrics(tmp_path / "run")) == 1
+    assert resume(tmp_path / "run", reward=many_digits).after["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"train": {"prompts_per_step": 10}}, DataError, "9 prompts .*train.prompts_per_step = 10"),
+        ({"train": {"tokens_per_microbatch": 8}}, ConfigError, "train.tokens_per_microbatch = 8 .* at least 10"),
+        ({"sampling": {"top_k": 5}}, ConfigError, "sampling.top_k = 5"),
+        ({"sampling": {"top_p": 0.9}}, ConfigError, "sampling.top_p = 0.9"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_before_any_work(train, tmp_path, options, error, says):
+    with pytest.raises(error, match=says):
+        train(**options)
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+# Seeds, evaluation, threads
+
+
+def test_one_seed_is_one_run_and_another_is_another(train):
+    """Case I1."""
+    first, again, other = train("a", seed=1), train("b", seed=1), train("c", seed=2)
+    assert (first.run_dir / "metrics.jsonl").read_bytes() == (again.run_dir / "metrics.jsonl").read_bytes()
+    assert rollouts(first.run_dir) == rollouts(again.run_dir)
+    assert equal(weights(first.model_dir), weights(again.model_dir))
+    tokens = [[r.completion.token_ids for g in groups_of(x, 1) for r in g.rollouts] for x in (first, other)]
+    assert tokens[0] != tokens[1]
+
+
+def test_the_data_seed_changes_the_order_alone(train):
+    """Case I1: in a step that holds every prompt, each keeps its completions."""
+    whole = {"train": {"steps": 1, "prompts_per_step": TRAINED}}
+    one, two = (groups_of(train(f"{seed}", data={"seed": seed}, **whole), 1) for seed in (1, 2))
+    assert [g.prompt.id for g in one] != [g.prompt.id for g in two]
+    assert sorted(one, key=lambda g: g.id) == sorted(two, key=lambda g: g.id)
+
+
+def test_evaluation_changes_nothing_in_training(train):
+    """Case I3."""
+    always, never = train("always", eval={"every": 1}), train("never", eval={"every": 0})
+    assert [row["step"] for row in metrics(always.run_dir, "eval")] == [0, 1, 2, 3]
+    assert [row["step"] for row in metrics(never.run_dir, "eval")] == [0, 3]
+    assert metrics(always.run_dir) == metrics(never.run_dir)
+    assert rollouts(always.run_dir) == rollouts(never.run_dir)
+    assert equal(weights(always.model_dir), weights(never.model_dir))
+
+
+def test_evaluation_measures_the_kl_to_the_start(train):
+    rows = metrics(train(eval={"every": 1}, optimizer={"lr": 0.5}).run_dir, "eval")
+    assert rows[0]["kl"] == 0.0 and rows[1]["kl"] == 0.0, "step 1 was sampled by the start policy"
+    assert rows[2]["kl"] > 1e-4 and rows[3]["kl"] > 1e-4
+
+
+def test_one_and_two_threads_give_the_same_run(train, home):
+    """Large enough that work is really split; sums over whole tensors are where threads would show."""
+    save(llama(vocab_size=1500, hidden_size=64, intermediate_size=256), home / "wide")
+    before = torch.get_num_threads()
+    options = {"train": {"steps": 2, "prompts_per_step": 8}, "sampling": {"group_size": 8, "max_new_tokens": 8}}
+    try:
+        one, two = (train(f"{n}", model="wide", run={"threads": n}, optimizer={"name": "adamw", "clip_norm": 0.1}, **options)
+                    for n in (1, 2))  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+    assert (one.run_dir / "metrics.jsonl").read_bytes() == (two.run_dir / "metrics.jsonl").read_bytes()
+    assert rollouts(one.run_dir) == rollouts(two.run_dir)
+    assert equal(weights(one.model_dir), weights(two.model_dir))
+
+
+# Rewards
+
+
+def test_the_verifier_is_called_exactly_once_per_rollout(train):
+    """Case G8: with evaluation, dynamic sampling and logging on."""
+    seen = []
+
+    def counting(completions, trainer_state, **_):
+        seen.append((trainer_state.global_step, len(completions)))
+        return many_digits(completions)
+
+    result = train(reward=counting, eval={"every": 1}, train={"dynamic_sampling": True})
+    groups = sum(len(groups_of(result, step)) for step in (1, 2, 3))
+    assert sum(n for _, n in seen) == groups * 4 + 4 * HELD_OUT
+    assert all(row["groups_drawn"] == len(groups_of(result, row["step"])) for row in metrics(result.run_dir))
+
+
+@pytest.mark.parametrize("wild", [math.nan, math.inf, -math.inf, None])
+def test_a_reward_that_is_no_number_leaves_its_completion_unscored(train, wild):
+    """Case F2: by name, and the others train."""
+
+    def reward(completions, **_):
+        values = many_digits(completions)
+        return [wild if i % 4 == 1 else v for i, v in enumerate(values)]
+
+    result = train(reward=reward, train={"steps": 2})
+    for row in metrics(result.run_dir):
+        assert row["unscored"] == 4 and row["updates"] == 1 and row["grad_norm"] > 0
+        assert all(("reward returned" in reason) for reason in row["unscored_reasons"])
+        assert row["denominator"] == 12 and not [r for part in row["microbatches"] for r in part if r % 4 == 1]
+    assert all(g.rollouts[1].verdict.value is None for g in groups_of(result, 1))
+
+
+def test_a_step_without_any_score_trains_nothing(train, home):
+    """Cases C7, N3: no mean of nothing is NaN."""
+    result = train(reward=lambda completions, **_: [None] * len(completions), eval={"every": 1})
+    for row in metrics(result.run_dir):
+        assert row["updates"] == 0 and row["reward_mean"] is None and row["reward_std"] is None and row["loss"] == 0.0
+    assert equal(weights(result.model_dir), weights(home / "model"))
+
+
+def test_a_reward_function_that_breaks_its_contract_is_an_error(train):
+    """Case G2."""
+    with pytest.raises(RewardError, match="1 rewards for 12|1 rewards for 3 completions"):
+        train(reward=lambda completions, **_: [1.0])
+
+
+# Steps that train nothing
+
+
+def only_in_steps(*steps):
+    def reward(completions, trainer_state, **_):
+        return many_digits(completions) if trainer_state.global_step in steps else [0.0] * len(completions)
+
+    return reward
+
+
+def test_a_step_of_constant_groups_advances_without_training(train):
+    """Case H6."""
+    result = train(reward=only_in_steps(1, 3), optimizer={"schedule": "linear"})
+    one, two, three = metrics(result.run_dir)
+    assert two["updates"] == 0 and two["zero_advantage"] == 1.0 and two["loss"] == 0.0 and two["microbatches"] == []
+    assert two["hashes"]["weights"] == one["hashes"]["weights"] != three["hashes"]["weights"]
+    assert [row["lr"] for row in (one, two, three)] == pytest.approx([0.1, 0.1 * 2 / 3, 0.1 / 3])
+    ids = [g.prompt.id for step in (1, 2, 3) for g in groups_of(result, step)]
+    assert len(set(ids[:TRAINED])) == TRAINED, "an epoch holds every prompt once, trained on or not"
+    assert three["updates"] == 1
+
+
+def test_dynamic_sampling_stops_with_everything_saved(train, tmp_path):
+    """Case H1."""
+    calls = []
+
+    def reward(completions, trainer_state, **_):
+        calls.append(trainer_state.global_step)
+        return only_in_steps(1, 2)(completions, trainer_state)
+
+    with pytest.raises(TrainingStopped, match=r"step 3: none of 12 groups in 3 draws"):
+        train(reward=reward, train={"dynamic_sampling": True, "max_refills": 2, "steps": 5})
+    assert calls.count(3) == 3
+    run = RunDir.read(tmp_path / "run")
+    assert [row["step"] for row in run.metrics()] == [0, 1, 2] and run.steps() == [1, 2]
+    step, tensors, _ = run.load_checkpoint()
+    assert step == 2 and tensors["weights"].keys() == dict(llama().named_parameters()).keys()
+
+
+def test_dynamic_sampling_trains_on_groups_with_signal_only(train):
+    """Case H2 in a run: what was drawn is recorded, what is trained has signal."""
+    options = {"dynamic_sampling": True, "steps": 2, "max_refills": 8}
+    result = train(reward=digits_after_odd_numbers, train=options)
+    drawn = 0
+    for row in metrics(result.run_dir):
+        groups = groups_of(result, row["step"])
+        useful = [g for g in groups if len({r.reward for r in g.rollouts}) > 1]
+        drawn += len(groups)
+        assert row["groups_drawn"] == len(groups) > row["groups_trained"] == len(useful) == 4
+        assert row["denominator"] == 16 and row["zero_advantage"] == 0.0
+    _, _, state = RunDir.read(result.run_dir).load_checkpoint()
+    assert state["progress"]["position"] == drawn
+
+
+# Non-finite numbers
+
+
+def spoil(monkeypatch, *calls: int, what: str = "logits") -> None:
+    """The given forward passes (one per step here) give NaN log-probabilities, or pass a NaN gradient on."""
+    real, count = update.score, []
+
+    def score(*arguments):
+        logp, entropy = real(*arguments)
+        count.append(1)
+        if len(count) not in calls:
+            return logp, entropy
+        if what == "logits":
+            return logp * math.nan, entropy
+        logp.register_hook(lambda g: g * math.nan)
+        return logp, entropy
+
+    monkeypatch.setattr(update, "score", score)
+
+
+@pytest.mark.parametrize("what", ["logits", "gradient"])
+def test_one_bad_step_is_skipped_and_the_run_recovers(train, monkeypatch, what):
+    """Case F1: the weights keep their bits, the optimizer too, and training goes on."""
+    spoil(monkeypatch, 2, what=what)
+    result = train(train={"steps": 4}, optimizer={"name": "adamw", "lr": 1e-2})
+    rows = metrics(result.run_dir)
+    assert [row["updates"] for row in rows] == [1, 0, 1, 1]
+    bad = rows[1]
+    assert bad["non_finite"] and bad["loss"] is None and bad["grad_norm"] is None and bad["entropy"] is None
+    assert ("prompt" in bad["non_finite"]) == (what == "logits")
+    assert bad["hashes"]["weights"] == rows[0]["hashes"]["weights"] != rows[2]["hashes"]["weights"]
+    assert all(row["non_finite"] is None and row["sampler_equal"] == 1.0 for i, row in enumerate(rows) if i != 1)
+    _, tensors, _ = RunDir.read(result.run_dir).load_checkpoint()
+    assert all(t.isfinite().all() for part in tensors.values() for t in part.values())
+    assert tensors["optimizer"]["step:lm_head.weight"] == 3
+
+
+def test_three_bad_steps_in_a_row_stop_the_run(train, monkeypatch, home, tmp_path):
+    spoil(monkeypatch, 1, 3, 4, 5)
+    with pytest.raises(TrainingStopped, match="3 steps in a row had a non-finite loss or gradient"):
+        train(train={"steps": 9})
+    rows = metrics(tmp_path / "run")
+    assert [row["updates"] for row in rows] == [0, 1, 0, 0, 0]
+    run = RunDir.read(tmp_path / "run")
+    step, tensors, state = run.load_checkpoint()
+    assert step == 5 and state["progress"]["non_finite"] == 3
+    assert all(t.isfinite().all() for t in tensors["weights"].values())
+    monkeypatch.undo()
+    monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+    resume(tmp_path / "run", reward=many_digits)
+    assert [row["updates"] for row in metrics(tmp_path / "run")][5:] == [1] * 4
+
+
+# Objectives
+
+
+def test_several_updates_per_batch_move_the_ratio_and_clip(train):
+    result = train(train={"updates_per_batch": 3}, optimizer={"lr": 0.3}, objective={"clip_low": 0.1, "clip_high": 0.1})
+    for row in metrics(result.run_dir):
+        assert row["updates"] == 3 and row["ratio_max"] > 1.1 and row["sampler_equal"] == 1.0
+        assert row["clip_fraction_low"] > 0 and row["clip_fraction_high"] > 0
+        assert all(r.completion.revision.step == row["step"] - 1 for g in groups_of(result, row["step"]) for r in g.rollouts)
+
+
+@pytest.mark.parametrize("preset", ["dr_grpo", "dapo", "gspo", "cispo"])
+def test_every_preset_trains(train, preset):
+    rows = metrics(train(objective={"preset": preset}, train={"steps": 2, "max_refills": 8}).run_dir)
+    assert all(row["updates"] == 1 and row["grad_norm"] > 0 and row["sampler_equal"] == 1.0 for row in rows)
+
+
+def test_the_kl_is_to_the_frozen_start(train):
+    """Without a reward the start policy has no gradient; with one the KL grows from exactly 0, and less under beta."""
+    still = metrics(train("still", reward=only_in_steps(), objective={"beta": 0.5}).run_dir)
+    assert [row["kl"] for row in still] == [0.0] * 3 and all(row["grad_norm"] < 1e-6 for row in still)
+    free, held = (
+        [row["kl"] for row in metrics(train(f"{beta}", objective={"beta": beta}, train={"steps": 6}).run_dir)]
+        for beta in (1e-9, 1.0)
+    )
+    assert free[0] == held[0] == 0.0 and free[1] > 1e-4
+    assert 0 < held[-1] < free[-1]
+
+
+def test_the_kl_can_be_to_another_model(train, home):
+    save(llama(1), home / "other")
+    options = {"reference": str(home / "other"), "optimizer": {"lr": 0.5}}
+    whole = {"steps": 8, "prompts_per_step": TRAINED}
+    rows = metrics(train(reward=only_in_steps(), objective={"beta": 1.0, "kl": "k2"}, train=whole, **options).run_dir)
+    assert rows[0]["kl"] > 1 and rows[-1]["kl"] < 0.7 * rows[0]["kl"], "without rewards it falls"
+
+
+def test_masked_truncated_completions_are_not_trained(train):
+    result = train(train={"mask_truncated": True, "steps": 2})
+    for row in metrics(result.run_dir):
+        rolled = [r for g in groups_of(result, row["step"]) for r in g.rollouts]
+        stopped = [r.completion.finish_reason == "stop" for r in rolled]
+        used = [i for part in row["microbatches"] for i in part]
+        assert row["denominator"] == sum(stopped) < 16 and used and all(stopped[i] for i in used)
+        assert row["tokens"] == sum(len(rolled[i].completion.token_ids) for i in used)
+
+
+def test_stop_tokens_end_a_completion_and_are_trained(train):
+    rolled = [r.completion for g in groups_of(train(train={"steps": 1}), 1) for r in g.rollouts]
+    for done in rolled:
+        inside = set(done.token_ids[:-1]) & {EOS, *STOPS}
+        assert not inside and (done.token_ids[-1] in (EOS, *STOPS)) == (done.finish_reason == "stop")
+    assert {done.finish_reason for done in rolled} == {"stop", "length"}
+
+
+# Adapters and memory
+
+
+def test_adapters_are_trained_sampled_and_saved(train, home):
+    """Cases E3, K1: the reference is the base with adapters off; what is sampled is what is trained, every step."""
+    options = {"lora": {"rank": 2, "alpha": 8.0}, "objective": {"beta": 0.1}, "optimizer": {"lr": 1.0}}
+    result, still = train("moving", **options), train("still", **{**options, "optimizer": {"lr": 0.0}})
+    rows = metrics(result.run_dir)
+    assert rows[0]["kl"] == 0.0 and rows[1]["kl"] > 1e-4
+    assert all(row["sampler_equal"] == 1.0 for row in rows)
+    assert len({row["hashes"]["weights"] for row in rows}) == 3
+    assert metrics(still.run_dir)[0]["hashes"]["verdicts"] == rows[0]["hashes"]["verdicts"]
+    assert [r.completion.logprobs for g in groups_of(result, 2) for r in g.rollouts] != [
+        r.completion.logprobs for g in groups_of(still, 2) for r in g.rollouts
+    ], "the engine sees the adapters"
+    assert equal(weights(still.model_dir), weights(home / "model"))
+    merged = AutoModelForCausalLM.from_pretrained(result.model_dir)
+    import peft
+
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "model"), result.model_dir / "adapter")
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4)
+    base = AutoModelForCausalLM.from_pretrained(home / "model")
+    assert (merged(ids).logits - base(ids).logits).abs().max() > 0.01
+
+
+def test_gradient_checkpointing_changes_memory_only(train, home):
+    """A model with dropout in its configuration: it stays off, also where layers run again in backward."""
+    save(gpt2(), home / "gpt2")
+    plain, checkpointed = (
+        train(f"{on}", model="gpt2", gradient_checkpointing=on, train={"steps": 2}) for on in (False, True)
+    )
+    assert (plain.run_dir / "metrics.jsonl").read_bytes() == (checkpointed.run_dir / "metrics.jsonl").read_bytes()
+    assert equal(weights(plain.model_dir), weights(checkpointed.model_dir))
+    assert all(row["sampler_equal"] == 1.0 for row in metrics(plain.run_dir))
+
+
+# Best model, early stop
+
+
+def test_the_best_model_is_kept_and_training_stops_when_nothing_gets_better(train, tmp_path):
+    scores = {0: 0.1, 1: 0.3, 2: 0.6, 3: 0.5, 4: 0.6, 5: 0.9}
+
+    def reward(completions, trainer_state, **_):
+        evaluating = len(completions) == HELD_OUT
+        return [scores[trainer_state.global_step]] * HELD_OUT if evaluating else many_digits(completions)
+
+    result = train(reward=reward, train={"steps": 9, "early_stop_evals": 2}, eval={"every": 1})
+    rows = metrics(result.run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and result.best_step == 2 and result.after["step"] == 4
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best")
+    assert models.content_hash(best) == rows[1]["hashes"]["weights"] != rows[3]["hashes"]["weights"]
+    again = resume(tmp_path / "run", reward=reward)
+    assert again.best_step == 2 and len(metrics(tmp_path / "run")) == 4
