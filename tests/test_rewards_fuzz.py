@@ -21,9 +21,9 @@ PIECES = sorted(
     | {case["completion"][:200] for case in CASES if case["family"] != "code"}
 )  # fmt: skip
 TEXTS = st.one_of(
-    st.lists(st.sampled_from(PIECES), max_size=30).map("".join),
+    st.lists(st.sampled_from(PIECES), max_size=16).map("".join),
     st.text(max_size=200),
-    st.builds(lambda piece, count: piece * count, st.sampled_from(PIECES), st.integers(0, 300)),
+    st.builds(lambda piece, count: piece * count, st.sampled_from(PIECES), st.integers(0, 60)),
 )
 ROW = {
     "prompt": "How many?",
