@@ -23,7 +23,7 @@ def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     model = sys.argv[2] if len(sys.argv) > 2 else "smollm2-135m-instruct"
     folder = Path(tempfile.mkdtemp())
-    things = {"grass": "green", "snow": "white", "coal": "black", "blood": "red", "the sky": "blue", "a lemon": "yellow"}
+    things = {"grass": "green", "snow": "white", "coal": "black", "blood": "red", "the sky": "blue"}
     rows = [{"prompt": f"What colour is {thing}?", "colour": colour} for thing, colour in things.items()]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = tinyllm.grpo(

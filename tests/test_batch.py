@@ -81,13 +81,17 @@ def test_an_unscored_completion_leaves_its_group():
 def test_empty_completions_are_harmless(aggregate):
     """Case C12: no token, no part in the denominator, no NaN; also when all of a step are empty."""
     chosen = rules(objective={"aggregate": aggregate})
-    batch = make_batch([group("a", [1, 0, 0.5], ids=[(), (EOS,), (2, EOS)], reasons=["error", "stop", "length"])], chosen)
+    batch = make_batch(
+        [group("a", [1, 0, 0.5], ids=[(), (EOS,), (2, EOS)], reasons=["error", "stop", "length"])], chosen
+    )
     assert batch.advantages.isfinite().all()
     assert in_microbatches(batch) == [1] and batch.trained.tolist() == [False, True, True]  # 0.5 is the mean
     assert batch.denominator == {"sequence": 2, "token": 3, "constant": 30}[aggregate]
     nothing = make_batch([group("a", [None, None], ids=[(), ()], reasons=["error", "error"])], chosen)
     assert not nothing.has_signal and nothing.advantages.tolist() == [0, 0]
-    none_left = make_batch([group("a", [1, 1])], rules(objective={"aggregate": aggregate}, train={"dynamic_sampling": True}))
+    none_left = make_batch(
+        [group("a", [1, 1])], rules(objective={"aggregate": aggregate}, train={"dynamic_sampling": True})
+    )
     assert not none_left.has_signal and none_left.rollouts == () and none_left.denominator == 0
 
 
@@ -174,5 +178,7 @@ def test_microbatches_hold_the_token_budget():
             for row in rows:
                 trie.add([*batch.prompts[row], *batch.rollouts[row].completion.token_ids[:-1]])
             assert len(trie) <= budget
-    cuts = {b: len(make_batch(groups, rules(train={"tokens_per_microbatch": b})).microbatches) for b in (13, 16, 22, 44, 43)}
+    cuts = {
+        b: len(make_batch(groups, rules(train={"tokens_per_microbatch": b})).microbatches) for b in (13, 16, 22, 44, 43)
+    }
     assert cuts == {13: 8, 16: 4, 22: 2, 44: 1, 43: 2}

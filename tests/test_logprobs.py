@@ -105,13 +105,17 @@ def gradients(policy: Policy, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_gradient_is_that_of_dense_autograd(policy, temperature):
     pairs = [*family(5, 3, 7), *family(66, 2, 4, seed=1), ((3,), (EOS,))]
     weights = [torch.linspace(-1, 2, len(ids)) for _, ids in pairs]
-    ours = gradients(policy, sum((w * x).sum() for w, x in zip(weights, packed_scores(policy, pairs, temperature), strict=True)))
+    ours = gradients(
+        policy, sum((w * x).sum() for w, x in zip(weights, packed_scores(policy, pairs, temperature), strict=True))
+    )
     dense = [dense_logprobs(policy, *pair, temperature) for pair in pairs]
     theirs = gradients(policy, sum((w * x).sum() for w, x in zip(weights, dense, strict=True)))
     assert ours.keys() == theirs.keys()
     largest = max(g.abs().max() for g in theirs.values())
     for name, g in theirs.items():
-        torch.testing.assert_close(ours[name], g, atol=1e-5 * float(largest), rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], g, atol=1e-5 * float(largest), rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_more_rows_than_one_head_block():
@@ -148,7 +152,9 @@ def test_bf16_weights_give_bf16_numbers():
         assert (g - p.grad).norm() < 0.1 * p.grad.norm() + 0.02, name
 
 
-@pytest.mark.parametrize(("kind", "temperature", "new"), [("llama", 1.0, 70), ("llama", 0.7, 12), ("gpt2", 1.0, 12), ("lora", 0.7, 12)])
+@pytest.mark.parametrize(
+    ("kind", "temperature", "new"), [("llama", 1.0, 70), ("llama", 0.7, 12), ("gpt2", 1.0, 12), ("lora", 0.7, 12)]
+)
 def test_sampler_and_trainer_agree_to_the_bit(kind, temperature, new):
     """Prompts around a block of 64 keys, alone and together; completions that cross block borders."""
     policy = Policy(MODELS[kind]())
@@ -189,7 +195,8 @@ def test_the_objective_trains_every_token_and_no_filler():
     fresh = Policy(llama())
     advantage = batch.advantages.float()
     terms = [
-        -advantage[i] * dense_logprobs(fresh, batch.prompts[i], batch.rollouts[i].completion.token_ids).sum() for i in range(2)
+        -advantage[i] * dense_logprobs(fresh, batch.prompts[i], batch.rollouts[i].completion.token_ids).sum()
+        for i in range(2)
     ]
     expected = gradients(fresh, sum(terms) / 8)
     for name, g in expected.items():

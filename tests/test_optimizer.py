@@ -97,7 +97,9 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient(clip):
     backward(model, 0)
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     norm = optimizer.gradient_norm()
-    assert 0.5 < norm < 100 and norm == pytest.approx(math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())))
+    assert 0.5 < norm < 100 and norm == pytest.approx(
+        math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    )
     optimizer.step(1.0, norm)
     moved = {n: before[n] - p.detach() for n, p in model.named_parameters()}
     length = math.sqrt(sum(float(m.double().square().sum()) for m in moved.values()))

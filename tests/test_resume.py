@@ -140,7 +140,7 @@ def assert_same(path: Path, whole: Path) -> None:
     for part in expected:
         assert tensors[part].keys() == expected[part].keys()
         assert all(torch.equal(tensors[part][n], expected[part][n]) for n in expected[part]), part
-    assert not [p for p in path.rglob("*.tmp")] and not [p for p in path.rglob("*.old")]
+    assert not list(path.rglob("*.tmp")) and not list(path.rglob("*.old"))
 
 
 def middle(points: list[str], name: str) -> int:
@@ -213,7 +213,13 @@ def test_killed_again_and_again(runs, crasher):
     path = plain.killed_at(len(plain.points) // 12)
     for _ in range(9):
         output = path.parent / "again.txt"
-        code = crasher({"command": ["grpo", "--resume", str(path)], "due": {len(plain.points) // 12: "KILL"}, "output": str(output)})
+        code = crasher(
+            {
+                "command": ["grpo", "--resume", str(path)],
+                "due": {len(plain.points) // 12: "KILL"},
+                "output": str(output),
+            }
+        )
         assert code in (-signal.SIGKILL, 0), output.read_text()
     plain.go_on(path)
     assert_same(path, whole)

@@ -60,9 +60,7 @@ def test_the_order_goes_on_from_a_position(position):
 
 def test_a_prompt_that_comes_twice_in_a_step_has_two_draws():
     taken = PromptOrder(PROMPTS[:3], seed=0).take(7, draws := {})
-    assert sorted((p.id, p.draw) for p in taken) == sorted(
-        (p, d) for p, n in draws.items() for d in range(n)
-    )
+    assert sorted((p.id, p.draw) for p in taken) == sorted((p, d) for p, n in draws.items() for d in range(n))
     assert sum(draws.values()) == 7 and len({(p.id, p.draw) for p in taken}) == 7
 
 
@@ -91,7 +89,9 @@ def test_no_signal_at_all_stops_after_bounded_draws():
     source, engine = make_source(lambda p, step: step == 1, max_refills=4)
     steps = iter(source)
     assert next(steps)[0] == 1
-    with pytest.raises(TrainingStopped, match=r"step 2: none of 15 groups in 5 draws .* train.dynamic_sampling = false"):
+    with pytest.raises(
+        TrainingStopped, match=r"step 2: none of 15 groups in 5 draws .* train.dynamic_sampling = false"
+    ):
         next(steps)
     assert [len(a) for a in engine.asked] == [3] + [3] * 5
 

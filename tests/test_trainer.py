@@ -385,7 +385,9 @@ def test_several_updates_per_batch_move_the_ratio_and_clip(train):
     for row in metrics(result.run_dir):
         assert row["updates"] == 3 and row["ratio_max"] > 1.1 and row["sampler_equal"] == 1.0
         assert row["clip_fraction_low"] > 0 and row["clip_fraction_high"] > 0
-        assert all(r.completion.revision.step == row["step"] - 1 for g in groups_of(result, row["step"]) for r in g.rollouts)
+        assert all(
+            r.completion.revision.step == row["step"] - 1 for g in groups_of(result, row["step"]) for r in g.rollouts
+        )
 
 
 @pytest.mark.parametrize("preset", ["dr_grpo", "dapo", "gspo", "cispo"])
@@ -451,7 +453,9 @@ def test_adapters_are_trained_sampled_and_saved(train, home):
     merged = AutoModelForCausalLM.from_pretrained(result.model_dir)
     import peft
 
-    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "model"), result.model_dir / "adapter")
+    adapted = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(home / "model"), result.model_dir / "adapter"
+    )
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4)
     base = AutoModelForCausalLM.from_pretrained(home / "model")

@@ -54,7 +54,9 @@ def one_update(groups, config, model=None, reference=None, lr=1.0) -> tuple[Weig
 def close(a: Weights, b: Weights, tolerance: float = 1e-5) -> None:
     largest = max(float(x.abs().max()) for x in b.values())
     for name in b:
-        torch.testing.assert_close(a[name], b[name], atol=tolerance * largest, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            a[name], b[name], atol=tolerance * largest, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def aggregated(terms: list[torch.Tensor], aggregate: str, batch: Batch) -> torch.Tensor:
@@ -98,7 +100,9 @@ def test_the_microbatch_cut_changes_nothing_but_rounding(preset):
     for budget in (1, 11, 4096):
         config = options(objective={"preset": preset, **extra}, train={"tokens_per_microbatch": budget})
         found.append(one_update(GROUPS, config, reference=reference))
-    assert [len(batch.microbatches) for *_, batch in found] == sorted((len(b.microbatches) for *_, b in found), reverse=True)
+    assert [len(batch.microbatches) for *_, batch in found] == sorted(
+        (len(b.microbatches) for *_, b in found), reverse=True
+    )
     assert len(found[0][2].microbatches) >= 5 and len(found[-1][2].microbatches) == 1
     for moved, result, _ in found[:-1]:
         close(moved, found[-1][0])
@@ -114,7 +118,9 @@ def test_the_microbatch_cut_changes_nothing_but_rounding(preset):
 def test_a_masked_row_does_not_count(aggregate, budget):
     """Case A5: of four, one is wholly masked; the step is that of the other three (by constant length: of four)."""
     ids = [(2, EOS), (3, EOS), (4, EOS), (5, 6)]
-    config = options(objective={"aggregate": aggregate}, train={"mask_truncated": True, "tokens_per_microbatch": budget})
+    config = options(
+        objective={"aggregate": aggregate}, train={"mask_truncated": True, "tokens_per_microbatch": budget}
+    )
     moved, result, batch = one_update([group("a", [1, 0, 0, 1], ids, ["stop"] * 3 + ["length"])], config)
     expected = dense_gradient(llama(), batch, lambda r, logp: -float(batch.advantages[r]) * logp, aggregate)
     close(moved, expected)
@@ -129,7 +135,13 @@ def test_a_step_with_everything_masked_moves_nothing(aggregate, beta):
     groups = [group("a", [1, 0], ids=[(2, 3), (4, 5)], reasons=["length"] * 2)]
     moved, result, _ = one_update(groups, config, reference=model_scorer(Policy(llama(1)), 1.0, 4096))
     assert all((m == 0).all() for m in moved.values())
-    assert (result.loss, result.grad_norm, result.updates, result.non_finite, result.entropy) == (0.0, 0.0, 0, None, None)
+    assert (result.loss, result.grad_norm, result.updates, result.non_finite, result.entropy) == (
+        0.0,
+        0.0,
+        0,
+        None,
+        None,
+    )
 
 
 def test_dropout_in_the_configuration_stays_off():
@@ -168,7 +180,7 @@ def test_further_updates_use_the_first_log_probabilities(clip):
     lr = 0.05
     moved, result, batch = one_update(GROUPS, config, lr=lr)
     model, old = llama(), {}
-    for number in range(3):
+    for _ in range(3):
 
         def loss(r, logp):
             old.setdefault(r, logp.detach())
@@ -201,7 +213,9 @@ def test_every_row_is_trained_exactly_as_often_as_asked(monkeypatch, updates, bu
     monkeypatch.setattr(update, "pack_targets", counting)
     ids = [[(s, t, EOS) for t in (2, 3, 4)] for s in (5, 6)]
     groups = [group(f"g{i}", [0, 1, 3], ids=rows) for i, rows in enumerate(ids)]
-    _, result, batch = one_update(groups, options(train={"updates_per_batch": updates, "tokens_per_microbatch": budget}), lr=0.01)
+    _, result, batch = one_update(
+        groups, options(train={"updates_per_batch": updates, "tokens_per_microbatch": budget}), lr=0.01
+    )
     assert result.updates == updates
     assert count == {(batch.prompts[r], batch.rollouts[r].completion.token_ids): updates for r in range(6)}
 

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from tinyllm.config import GRPOConfig
 from tinyllm.configio import make_config
@@ -36,7 +43,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
 
 
-def llama(seed: int = 0, *, spread: float = 0.25, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+def llama(
+    seed: int = 0, *, spread: float = 0.25, dtype: torch.dtype = torch.float32, **changes: Any
+) -> LlamaForCausalLM:
     """2 layers, hidden 32, grouped heads. `spread` scales the weights: at 0.25 the distribution is far from uniform."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -124,7 +133,9 @@ def group(
     reasons = ["stop"] * len(rewards) if reasons is None else reasons
     prompt = Prompt(name, tuple(prompt_ids), "".join(map(str, prompt_ids)))
     rollouts = [
-        Rollout(completion(name, i, ids[i], reasons[i]), Verdict(None, "unscored on purpose") if r is None else Verdict(r))
+        Rollout(
+            completion(name, i, ids[i], reasons[i]), Verdict(None, "unscored on purpose") if r is None else Verdict(r)
+        )
         for i, r in enumerate(rewards)
     ]
     return Group(prompt, tuple(rollouts))
@@ -186,6 +197,4 @@ class ScriptedEngine:
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         self.asked.append(list(prompts))
-        return [
-            completion(p.id, s, self.what_ids(p, s, params), draw=p.draw) for p in prompts for s in range(params.n)
-        ]
+        return [completion(p.id, s, self.what_ids(p, s, params), draw=p.draw) for p in prompts for s in range(params.n)]

@@ -25,8 +25,8 @@ def grpo(
 ) -> RunResult:
     """Train; returns paths and the first and last evaluation. The same as `tinyllm grpo`, from Python.
 
-    config: where to start from (default: the arithmetic job). options: any option, by its name without the section where
-    that is plain (steps=40), or a whole section (sampling={"group_size": 4}); `data` is a file or a dataset's name.
+    config: where to start from (default: the arithmetic job). options: any option, by its name without the section
+    where that is plain (steps=40), or a section (sampling={"group_size": 4}); `data` is a file or a dataset's name.
     reward: a reward function, or "module:function". callbacks: default is the progress display.
     Raises the errors of tinyllm.errors, whose messages name the option, its value and the remedy.
     """

@@ -1,6 +1,6 @@
 """One family of errors. Each message says what was wrong, where, and the remedy, in one line.
 
-The command line prints `error: <message>` and leaves with the class's exit code; from Python they are ordinary exceptions.
+The command line prints `error: <message>` and leaves with the class's exit code; in Python they are exceptions.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ModelError(UserError):
 
 
 class RewardError(UserError):
-    """A reward function or verifier that cannot be built or breaks its contract (for example returns the wrong count)."""
+    """A reward function or verifier that cannot be built or breaks its contract (as by a wrong count)."""
 
 
 class EngineError(TinyLLMError):
-    """The sampler cannot do what was asked (memory bound, unsupported support set, missing ids or log-probabilities)."""
+    """The sampler cannot do what was asked (memory bound, missing ids or log-probabilities)."""
 
 
 class RunError(UserError):

@@ -91,7 +91,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verifier's judgement: a finite value, or unscored (value None) with a named reason. Never NaN, never a silent 0."""
+    """A verifier's judgement: a finite value, or unscored (value None) with a named reason; never NaN."""
 
     value: float | None
     reason: str | None = None
