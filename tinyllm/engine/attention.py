@@ -68,7 +68,7 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 def _forward(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -111,7 +111,11 @@ def pack(trie: Trie, device: torch.device | str = "cpu") -> Packed:
 
 def _bucket(spans: Sequence[tuple[list[int], int, int]], q: int, length: int, device: torch.device | str) -> Bucket:
     q = min(q, round_up(max(end - start for _, start, end in spans), ROWS))
-    queries, keys, positions, rows, nodes = [], [], [], [], []
+    queries: list[list[int]] = []
+    keys: list[list[int]] = []
+    positions: list[list[int]] = []
+    rows: list[int] = []
+    nodes: list[int] = []
     for e, (path, start, end) in enumerate(spans):
         pad = q - (end - start)
         queries.append(path[start:end] + [0] * pad)

@@ -139,16 +139,16 @@ class ArithmeticVerifier(Region, Verifier):
             return False
         if self._tolerances is None:
             return answer.numbers == gold.numbers
-        absolute, relative = self._tolerances
-        return all(
-            abs(a - g) <= max(absolute, relative * abs(g)) for a, g in zip(answer.numbers, gold.numbers, strict=True)
-        )
+        absolute, relative = map(Fraction, self._tolerances)
+        pairs = [(Fraction(a), Fraction(g)) for a, g in zip(answer.numbers, gold.numbers, strict=True)]
+        return all(abs(a - g) <= max(absolute, relative * abs(g)) for a, g in pairs)
 
     def probes(self, row: Row) -> list[Probe]:
         gold = self.read_gold(row)
         wrong = Value(gold.kind, tuple(number + 1 for number in gold.numbers), gold.unit, gold.bracket)
         if self._tolerances is not None:
-            shift = 1 + 2 * max(self._tolerances[0], self._tolerances[1] * max(map(abs, gold.numbers)))
+            absolute, relative = map(Fraction, self._tolerances)
+            shift = 1 + 2 * max(absolute, relative * max(abs(Fraction(number)) for number in gold.numbers))
             wrong = Value(gold.kind, tuple(number + shift for number in gold.numbers), gold.unit, gold.bracket)
         return [Probe("gold", self.write(show(gold)), 1), Probe("another value", self.write(show(wrong)), 0)]
 

@@ -29,6 +29,7 @@ from tinyllm.rewards.base import Probe, Row, Verifier, correct
 from tinyllm.rewards.code_condition import Condition, ConditionError
 from tinyllm.rewards.extract import after_think, cut
 from tinyllm.rewards.numbers import digits_to_int
+from tinyllm.rewards.sandbox import Limits, Outcome
 
 MAX_SOURCE_CHARS = 100_000
 MAX_TESTS = 1_000
@@ -113,10 +114,10 @@ class CodeVerifier(Verifier):
             found.insert(0, Probe("reference solution", f"```python\n{row['solution']}\n```", 1))
         return found
 
-    def _limits(self) -> sandbox.Limits:
-        return sandbox.Limits(self.cpu_s, self.wall_s, self.memory_mb)
+    def _limits(self) -> Limits:
+        return Limits(self.cpu_s, self.wall_s, self.memory_mb)
 
-    def _run(self, request: dict[str, Any], stdin: bytes) -> sandbox.Outcome:
+    def _run(self, request: dict[str, Any], stdin: bytes) -> Outcome:
         return sandbox.run(request, stdin, self._limits(), self.sandbox)
 
     def _passes(self, tests: Tests, source: str) -> bool:

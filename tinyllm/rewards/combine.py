@@ -88,7 +88,8 @@ def _ruled(task_verifier: str | None, rule: str | None) -> Verifier:
         return verifier
     if not isinstance(verifier, Region):
         raise RewardError(f"reward.rule = {rule!r}: the task's verifier {verifier.family!r} reads no answer; remove it")
-    return dataclasses.replace(verifier, rule=rule, tags=("answer",))  # type: ignore[type-var,return-value]
+    changes: dict[str, Any] = {"rule": rule, "tags": ("answer",)}
+    return dataclasses.replace(verifier, **changes)
 
 
 def _judge(spec: Any) -> Verifier | Callable[..., Any] | str:

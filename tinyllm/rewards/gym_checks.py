@@ -174,15 +174,16 @@ def entailed_check(gold: str, metadata: Metadata) -> Check:
     """A formula that follows from the premises, is not true by itself, and is none of the premises."""
     names = [str(name) for name in metadata.get("variables") or ()]
     premises = [FormulaReader(str(text)).read() for text in metadata.get("premises") or ()]
-    if not names or not premises or None in premises or len(names) > MAX_VARIABLES:
+    known = [premise for premise in premises if premise is not None]
+    if not names or not known or len(known) < len(premises) or len(names) > MAX_VARIABLES:
         raise BadGold("metadata lacks variables or premises that can be read")
 
     def check(answer: str) -> bool:
         formula = FormulaReader(answer).read()
-        if formula is None or formula in premises or letters(formula) - set(names):
+        if formula is None or formula in known or letters(formula) - set(names):
             return False
         rows = [dict(zip(names, row, strict=True)) for row in itertools.product((False, True), repeat=len(names))]
-        follows = all(truth(formula, row) for row in rows if all(truth(premise, row) for premise in premises))
+        follows = all(truth(formula, row) for row in rows if all(truth(premise, row) for premise in known))
         return follows and not all(truth(formula, row) for row in rows)
 
     return check

@@ -34,11 +34,20 @@ except ImportError as error:
     raise RewardError(f"verifier 'json' needs {error.name}; pip install 'tinyllm[json]'") from None
 
 _ECMA_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
-_ONE = ("additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
+_ONE: tuple[str, ...] = (
+    "additionalProperties",
+    "additionalItems",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+)
 _ONE += ("unevaluatedItems", "unevaluatedProperties", "items")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-_NOTES = (
+_NOTES: tuple[str, ...] = (
     "$schema",
     "$id",
     "$anchor",
@@ -51,7 +60,7 @@ _NOTES = (
     "examples",
 )
 _NOTES += ("deprecated", "readOnly", "writeOnly", "then", "else", "minContains", "maxContains", "id")
-_ANYTHING = (None, True, 0, 1.5, "", "x", [], [1], {}, {"x": 1})
+_ANYTHING: tuple[Any, ...] = (None, True, 0, 1.5, "", "x", [], [1], {}, {"x": 1})
 """Documents of every type: a schema that all of them satisfy tests nothing."""
 
 

@@ -260,7 +260,7 @@ class _Parser:
 
     def _mixed(self, tree: Tree, below: Tree) -> Tree:
         _, whole, above = tree
-        values = [part[1] if part[0] == "num" else None for part in (whole, above, below)]
+        values: list[Any] = [part[1] if part[0] == "num" else None for part in (whole, above, below)]
         if any(value is None or value != int(value) for value in values) or not 0 <= values[1] < values[2]:
             raise Unreadable("not a proper mixed number")
         return self.node("num", Fraction(values[0]) + Fraction(values[1], values[2]))
@@ -510,8 +510,7 @@ class _Parser:
 
     def _arguments(self, name: str) -> list[Tree]:
         if self.is_op("("):
-            tree = self._bracketed_arguments()
-            return list(tree)
+            return list(self._bracketed_arguments())
         if self.is_op("{"):
             return [self.group()]
         if name in ("gcd", "lcm", "max", "min"):

@@ -133,9 +133,8 @@ class Pool:
 
     def _dispatch(self, jobs: Sequence[Job], waiting: deque[int]) -> None:
         for slot, worker in enumerate(self._workers):
-            mine = [
-                index for index in waiting if jobs[index].pin is None or jobs[index].pin % len(self._workers) == slot
-            ]  # type: ignore[operator]
+            pins = {index: jobs[index].pin for index in waiting}
+            mine = [index for index, pin in pins.items() if pin is None or pin % len(self._workers) == slot]
             if not mine:
                 continue
             if worker is None:

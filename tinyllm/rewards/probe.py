@@ -231,7 +231,8 @@ def _informed(region: Region, gold: str) -> list[Attack]:
 
 
 def _regions(verify: Verify) -> list[Region]:
-    found = [part.judge for part in verify.parts if isinstance(part.judge, Region) and part.name != "format"]
+    judges = [part.judge for part in verify.parts if part.name != "format"]
+    found = [judge for judge in judges if isinstance(judge, Region)]
     return found or ([Region("whole")] if any(not isinstance(part.judge, Verifier) for part in verify.parts) else [])
 
 
