@@ -231,8 +231,8 @@ def _informed(region: Region, gold: str) -> list[Attack]:
 
 
 def _regions(verify: Verify) -> list[Region]:
-    judges = [part.judge for part in verify.parts if part.name != "format"]
-    found = [judge for judge in judges if isinstance(judge, Region)]
+    judges: list[Any] = [part.judge for part in verify.parts if part.name != "format"]
+    found: list[Region] = [judge for judge in judges if isinstance(judge, Region)]
     return found or ([Region("whole")] if any(not isinstance(part.judge, Verifier) for part in verify.parts) else [])
 
 
