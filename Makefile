@@ -7,7 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: run test test-all lint clean
+.PHONY: run test test-all lint fuzz clean
 .DELETE_ON_ERROR:
 
 # An environment whose interpreter is gone (a Python upgrade, a moved folder) is made anew.
@@ -29,6 +29,11 @@ lint: $(VENV)/test.stamp
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+
+# Coverage-guided fuzzing of the verifiers' own readers; minutes to hours.
+fuzz: $(VENV)/test.stamp
+	$(INSTALL) 'atheris>=3'
+	$(PY) tests/fuzz_readers.py 200000
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

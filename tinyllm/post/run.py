@@ -90,7 +90,7 @@ class Parts:
         self.tokenizer = models.load_tokenizer(config.model.name)
         self.data = tasks.load(replace(config, reward=judged), self.tokenizer)
         _check_data(config, self.data)
-        probe_before_training(judged, self.data, (*judged.allow_probes, *self.data.allow_probes))
+        probe_before_training(judged, self.data, judged.allow_probes)
         self.verify = rewards.make_verify(judged, self.data, self.tokenizer)
         try:
             self._load_model()
@@ -184,6 +184,7 @@ class Parts:
                 "dtype": str(self.policy.head_weight.dtype).removeprefix("torch."),
                 "device": self.policy.device.type,
                 "stop_token_ids": list(self.params.stop_token_ids),
+                "verifier": self.verify.describe(),
             },
         )
 
@@ -223,7 +224,8 @@ class Parts:
                 position=lambda: order.position,
                 stop_requested=stop_requested,
             )
-            info = RunInfo(run.path, config, progress.step + 1, self.manifest()["facts"])
+            facts = {name: fact for name, fact in self.manifest()["facts"].items() if name != "verifier"}
+            info = RunInfo(run.path, config, progress.step + 1, facts)
             for callback in self.callbacks:
                 callback.on_start(info)
             result: RunResult | None = None

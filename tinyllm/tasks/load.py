@@ -20,14 +20,6 @@ from tinyllm.tasks.files import Row, check_prompt, nearest, read_dataset, read_f
 from tinyllm.tasks.recipes import RECIPES
 
 ARITHMETIC_VERIFIER = "arithmetic:rule=last_number"
-LAST_NUMBER_PAYS = (
-    "gold negated",
-    "gold or another",
-    "gold within a longer answer",
-    "gold, continued",
-    "gold, then another answer",
-)
-"""Attacks that the rule last_number accepts by its definition: whatever is said, the last number counts."""
 MAX_LISTED = 3
 """Bad rows named in an error; the rest are counted."""
 
@@ -41,8 +33,6 @@ class TaskData:
     held_out: tuple[Prompt, ...]
     verifier: str | None
     """Spec of the task's own verifier (see rewards.build); None when a reward function must be given."""
-    allow_probes: tuple[str, ...]
-    """Attacks that the task's own verifier accepts by its definition."""
     hash: str
     """Of every row and which side of the split it is on, in order."""
     skipped: tuple[str, ...] = ()
@@ -100,9 +90,7 @@ def load(config: GRPOConfig, tokenizer: Any) -> TaskData:
         why = f"; skipped {len(bad.reasons)}, first: {bad.reasons[0]}" if bad.reasons else ""
         raise DataError(f"{source.name} has no rows to train on{why}; check the file and --data.held_out_fraction")
     content = hash_json([[prompt.id for prompt in side] for side in sides])
-    own = source.name == "arithmetic" and not (config.reward.functions or config.reward.rule)
-    allowed = LAST_NUMBER_PAYS if own else ()
-    return TaskData(source.name, sides[0], sides[1], source.verifier, allowed, content, tuple(bad.reasons))
+    return TaskData(source.name, sides[0], sides[1], source.verifier, content, tuple(bad.reasons))
 
 
 class _BadRows:
