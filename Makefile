@@ -23,7 +23,7 @@ test: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 $(ARGS)
 
 test-all: lint test
-	$(PY) -m pytest -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(PY) -m ruff check
