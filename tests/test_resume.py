@@ -24,6 +24,8 @@ from tinyllm.errors import RunError
 from tinyllm.post.run import grpo, resume
 from tinyllm.rundir import RunDir
 
+pytestmark = pytest.mark.usefixtures("no_picture")
+
 ROOT = Path(__file__).parent.parent
 COMMON = {
     "sampling": {"max_new_tokens": 4},
@@ -41,19 +43,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # Three steps are an epoch, and every other step has nothing to learn from.
     "epoch": {"train": {"prompts_per_step": 3}, "run": {"checkpoint_every": 3}, "reward": "digits_in_odd_steps"},
 }
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(llama(), folder / "model")
-    write_rows(folder / "rows.jsonl")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tinyllm.callbacks import RunResult
 from tinyllm.config import GRPOConfig
 from tinyllm.configio import make_config
 from tinyllm.engine.head import Policy
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, SamplingParams, Verdict
+from tinyllm.rundir import RunDir
 
 EOS = 0
 STOPS = (16, 17, 18, 19)
@@ -89,6 +91,15 @@ def many_digits(completions: Sequence[str], **_: Any) -> list[float]:
 def digits_in_odd_steps(completions: Sequence[str], trainer_state: Any, **_: Any) -> list[float]:
     """The same reward in every other step; the others have nothing to learn from."""
     return many_digits(completions) if trainer_state.global_step % 2 else [0.0] * len(completions)
+
+
+def only_in_steps(*steps: int) -> Callable[..., list[float]]:
+    """The same reward in the given steps; the others have nothing to learn from."""
+
+    def reward(completions: Sequence[str], trainer_state: Any, **_: Any) -> list[float]:
+        return many_digits(completions) if trainer_state.global_step in steps else [0.0] * len(completions)
+
+    return reward
 
 
 def digits_after_odd_numbers(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
@@ -168,6 +179,11 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """The same names, the same bits."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     """The lines of one kind; NaN and infinity, which JSON does not have, are refused."""
 
@@ -182,6 +198,10 @@ def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
 def rollouts(run: Path) -> dict[str, bytes]:
     """The files of the record."""
     return {path.name: path.read_bytes() for path in sorted((run / "rollouts").iterdir())}
+
+
+def groups_of(result: RunResult, step: int) -> list[Group]:
+    return RunDir.read(result.run_dir).read_groups(step)
 
 
 class ScriptedEngine:

@@ -1,0 +1,38 @@
+"""Fixtures for tests that train: a tiny model on disk, and whole runs of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory) -> Path:
+    """A folder with a tiny model (model/) and twelve prompts (rows.jsonl), of which three are held out."""
+    from tiny import llama, save, write_rows
+
+    folder = tmp_path_factory.mktemp("tiny")
+    save(llama(), folder / "model")
+    write_rows(folder / "rows.jsonl")
+    return folder
+
+
+@pytest.fixture
+def no_picture(monkeypatch) -> None:
+    """Drawing report.png takes longer than training here, and has tests of its own."""
+    monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+
+
+@pytest.fixture
+def train(home, tmp_path, no_picture):
+    """train(name, reward, **options) -> the result of a run in a folder of that name."""
+    from tiny import config, many_digits
+
+    from tinyllm.post.run import grpo
+
+    def run(name="run", reward=many_digits, callbacks=(), model="model", **options):
+        given = config(home / model, home / "rows.jsonl", tmp_path / name, **options)
+        return grpo(given, reward=reward, callbacks=callbacks)
+
+    return run
