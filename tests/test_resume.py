@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import tiny
 import torch
 from tiny import config, llama, metrics, rollouts, save, weights, write_rows
 
-from tinyllm.callbacks import Callback, RunResult
+from tinyllm.callbacks import Callback, Interrupted, RunResult
 from tinyllm.config import GRPOConfig
 from tinyllm.configio import to_dict, to_toml
 from tinyllm.errors import RunError
@@ -296,7 +297,40 @@ def test_another_start_is_refused(tmp_path):
     assert resume(tmp_path / "run", reward=tiny.many_digits).after["step"] == 1
 
 
+def test_another_reward_file_is_refused(tmp_path):
+    """A reward given as file.py:function is hashed by its file: one changed character is another verifier."""
+    save(llama(), tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl")
+    source = "def score(completions, **_):\n    return [len(c) / {} for c in completions]\n"
+    (tmp_path / "mine.py").write_text(source.format(10))
+    reward = {"functions": (f"{tmp_path / 'mine.py'}:score",)}
+    grpo(config(tmp_path / "model", rows, tmp_path / "run", train={"steps": 1}, reward=reward))
+    (tmp_path / "mine.py").write_text(source.format(11))
+    with pytest.raises(RunError, match="the verifier changed since the run was started"):
+        resume(tmp_path / "run")
+    (tmp_path / "mine.py").write_text(source.format(10))
+    assert resume(tmp_path / "run").after["step"] == 1
+
+
 # Signals
+
+
+@pytest.mark.parametrize("look", range(4))
+def test_a_run_that_stops_has_saved_the_step_it_names(runs, tmp_path, monkeypatch, look):
+    """Whenever between two looks of the loop the signal comes: what Interrupted names is on disk, and can go on."""
+    looks = iter(range(100))
+
+    @contextlib.contextmanager
+    def stop_signals(_):
+        yield lambda: next(looks) >= look
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tinyllm.post.run._stop_signals", stop_signals)
+        with pytest.raises(Interrupted) as stopped:
+            grpo(runs("plain").config(tmp_path / "run"), reward=tiny.many_digits)
+    assert RunDir.read(tmp_path / "run").load_checkpoint()[0] == stopped.value.step
+    resume(tmp_path / "run", reward=tiny.many_digits)
+    assert_same(tmp_path / "run", runs("plain").whole())
 
 
 @pytest.fixture

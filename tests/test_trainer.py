@@ -48,6 +48,7 @@ def test_from_python(home, tmp_path, capsys):
     rows = metrics(result.run_dir)
     assert [row["step"] for row in rows] == [1, 2] and all(row["sampler_equal"] == 1.0 for row in rows)
     assert capsys.readouterr().out
+    assert tinyllm.resume(result.run_dir, reward=many_digits).after == result.after
 
 
 def test_the_saved_model_is_the_trained_one_to_the_bit(train, home):
@@ -332,3 +333,16 @@ def test_three_bad_steps_in_a_row_stop_the_run(train, monkeypatch, home, tmp_pat
     monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
     resume(tmp_path / "run", reward=many_digits)
     assert [row["updates"] for row in metrics(tmp_path / "run")][5:] == [1] * 4
+
+
+def test_three_steps_with_nothing_scored_stop_the_run(train, tmp_path):
+    """A reward that fails for every completion must not look like a long run without signal."""
+
+    def broken(completions, trainer_state, **_):
+        return many_digits(completions) if trainer_state.global_step == 2 else [None] * len(completions)
+
+    with pytest.raises(TrainingStopped, match=r"no completion of 3 steps in a row was scored, the last because: .*None"):
+        train(reward=broken, train={"steps": 9})
+    rows = metrics(tmp_path / "run")
+    assert [row["unscored"] for row in rows] == [16, 0, 16, 16, 16]
+    assert RunDir.read(tmp_path / "run").load_checkpoint()[0] == 5

@@ -7,6 +7,7 @@ result = tinyllm.grpo(model="smollm2-135m-instruct", data="rows.jsonl", reward=m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,3 +40,17 @@ def grpo(
         reward = None
     resolved = make_config(config, **options)
     return run.grpo(resolved, reward=reward, callbacks=[show_progress()] if callbacks is None else callbacks)
+
+
+def resume(
+    run_dir: str | Path, *, reward: Callable[..., Any] | None = None, callbacks: Sequence[Callback] | None = None
+) -> RunResult:
+    """Go on with a run that was stopped or killed; it ends as it would have without. `tinyllm grpo --resume`.
+
+    reward: needed only where the run was started with a function that cannot be imported by its name.
+    Raises the errors of tinyllm.errors.
+    """
+    from tinyllm.post import run
+    from tinyllm.progress import show_progress
+
+    return run.resume(run_dir, reward=reward, callbacks=[show_progress()] if callbacks is None else callbacks)

@@ -162,7 +162,7 @@ class TrainConfig:
         None, "last share of max_new_tokens over which reward falls by 1; 0 = off; not set = the preset's", ge=0, lt=1
     )
     early_stop_evals: int = opt(0, "stop after this many evaluations without a new best; 0 = never", ge=0)
-    max_nonfinite: int = opt(3, "stop after this many steps in a row with a non-finite loss or gradient", ge=1)
+    max_bad_steps: int = opt(3, "stop after this many steps in a row with a non-finite loss, or nothing scored", ge=1)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ class Progress:
     """Prompts taken from the order."""
     non_finite: int = 0
     """Steps in a row whose loss or gradient was not finite."""
+    unscored: int = 0
+    """Steps in a row of which no completion was scored."""
     best: float | None = None
     best_step: int | None = None
     evals_without_best: int = 0
@@ -97,7 +99,7 @@ class Trainer:
             self.run.log_timing(timing)
             for callback in self.callbacks:
                 callback.on_step(metrics, timing, groups)
-            self._count_non_finite(result)
+            self._count_bad_steps(result, groups)
             stop = self._evaluate(step, groups)
             interrupted = self.stop_requested()
             last = step == config.train.steps or stop or interrupted
@@ -124,14 +126,24 @@ class Trainer:
         """The line of step 0, before any training."""
         self._log_eval(0, ())
 
-    def _count_non_finite(self, result: UpdateResult) -> None:
-        self.progress.non_finite = self.progress.non_finite + 1 if result.non_finite else 0
-        if self.progress.non_finite >= self.config.train.max_nonfinite:
+    def _count_bad_steps(self, result: UpdateResult, groups: Sequence[Group]) -> None:
+        progress, bound = self.progress, self.config.train.max_bad_steps
+        progress.non_finite = progress.non_finite + 1 if result.non_finite else 0
+        if progress.non_finite >= bound:
             self.save()
             raise TrainingStopped(
-                f"{self.progress.non_finite} steps in a row had a non-finite loss or gradient, last in "
+                f"{progress.non_finite} steps in a row had a non-finite loss or gradient, last in "
                 f"{result.non_finite}; the weights are those before them. "
                 f"Lower optimizer.lr or check the rewards in {self.run.path}"
+            )
+        verdicts = [r.verdict for g in groups for r in g.rollouts]
+        progress.unscored = 0 if any(v.value is not None for v in verdicts) else progress.unscored + 1
+        if progress.unscored >= bound:
+            self.save()
+            raise TrainingStopped(
+                f"no completion of {progress.unscored} steps in a row was scored, the last because: "
+                f"{verdicts[-1].reason if verdicts else 'there is none'}. Mend the reward, then go on with "
+                f"tinyllm grpo --resume {self.run.path}"
             )
 
     def _evaluate(self, step: int, groups: Sequence[Group]) -> bool:
