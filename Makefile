@@ -1,5 +1,6 @@
 # make run       train the bundled model on arithmetic (ARGS="--train.steps 5" changes any option)
 # make test      every fast test; make test-all: lint and slow tests too; make lint: ruff and mypy
+# make crash     kill runs at 200 random points and resume each; make fuzz: fuzz the verifiers' readers
 # make clean     remove the virtual environment and caches (never runs/)
 # What is missing is installed into .venv first, in the versions of constraints.txt. PYTHON=/path/to/python chooses Python.
 
@@ -7,7 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: run test test-all lint fuzz clean
+.PHONY: run test test-all lint fuzz crash clean
 .DELETE_ON_ERROR:
 
 # An environment whose interpreter is gone (a Python upgrade, a moved folder) is made anew.
@@ -34,6 +35,10 @@ lint: $(VENV)/test.stamp
 fuzz: $(VENV)/test.stamp
 	$(INSTALL) 'atheris>=3'
 	$(PY) tests/fuzz_readers.py 200000
+
+# Kills runs at 200 random points and resumes them; about 15 minutes.
+crash: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_resume.py -k any_point --kill-points 200 -n 2 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 
+def pytest_addoption(parser):
+    parser.addoption("--kill-points", type=int, default=25, help="points at which test_resume.py kills runs")
+
+
 @pytest.fixture(scope="session")
 def home(tmp_path_factory) -> Path:
     """A folder with a tiny model (model/) and twelve prompts (rows.jsonl), of which three are held out."""

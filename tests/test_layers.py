@@ -29,6 +29,7 @@ LAYERS = """
     evaluate progress trackers score
     rundiff runview doctor clitext
     cli
+    __main__
 """
 """Modules and packages of tinyllm, one row per layer; those of one row do not know each other."""
 

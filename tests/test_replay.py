@@ -67,6 +67,23 @@ def test_every_hash_of_a_finished_run_is_derived_again(finished):
     assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
 
 
+def test_derived_numbers_are_rebuilt_to_the_byte(copied):
+    """derived/ is what training computed, per token; without it replay writes the same files again."""
+    files = {path.name: path.read_bytes() for path in (copied / "derived").iterdir()}
+    assert sorted(files) == ["000001.parquet", "000002.parquet", "000003.parquet"]
+    shutil.rmtree(copied / "derived")
+    assert replay(copied).divergence is None
+    assert {path.name: path.read_bytes() for path in (copied / "derived").iterdir()} == files
+    derived, recorded = (
+        pq.read_table(copied / kind / "000001.parquet").to_pylist() for kind in ("derived", "rollouts")
+    )
+    assert any(row["trainer_logprobs"] for row in derived)
+    for ours, theirs in zip(derived, recorded, strict=True):
+        assert (ours["group_id"], ours["sample"]) == (theirs["group_id"], theirs["sample"])
+        assert ours["trainer_logprobs"] in (None, theirs["logprobs"])
+    assert sum(row["advantage"] for row in derived) == pytest.approx(0, abs=1e-4)
+
+
 def test_a_part_starts_from_the_nearest_checkpoint(finished):
     assert replay(finished, steps=(3, 3)).divergence is None
     assert replay(finished, steps=(2, 2)).divergence is None

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -184,16 +185,20 @@ def test_stopped_exactly_at_the_end_of_an_epoch(runs):
     assert len(ids) == 18 and len(set(ids[:9])) == len(set(ids[9:])) == 9, "every prompt once in each epoch"
 
 
+def pytest_generate_tests(metafunc):
+    if "kill" in metafunc.fixturenames:
+        metafunc.parametrize("kill", range(metafunc.config.getoption("kill_points")))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(25))
-@pytest.mark.parametrize("variant", ["plain", "dynamic"])
-def test_killed_at_any_point(runs, variant, number):
-    """25 points spread evenly from the first write to the last."""
-    these = runs(variant)
+def test_killed_at_any_point(runs, kill):
+    """Points drawn evenly from the first write to the last; the variants take turns. `make crash` tries 200."""
+    these = runs(list(VARIANTS)[kill % len(VARIANTS)])
     whole = these.whole()
-    path = these.killed_at((2 * number + 1) * len(these.points) // 50)
+    path = these.killed_at(random.Random(kill).randrange(len(these.points)))
     these.go_on(path)
     assert_same(path, whole)
+    shutil.rmtree(path)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -223,7 +224,7 @@ def test_a_reward_that_is_no_number_leaves_its_completion_unscored(train):
 
 def test_a_step_without_any_score_trains_nothing(train, home):
     """Cases C7, N3: no mean of nothing is NaN."""
-    result = train(reward=lambda completions, **_: [None] * len(completions), eval={"every": 1})
+    result = train(reward=lambda completions, **_: [None] * len(completions), eval={"every": 1}, train={"steps": 2})
     for row in metrics(result.run_dir):
         assert row["updates"] == 0 and row["reward_mean"] is None and row["reward_std"] is None and row["loss"] == 0.0
     assert equal(weights(result.model_dir), weights(home / "model"))
@@ -319,6 +320,27 @@ def test_one_bad_step_is_skipped_and_the_run_recovers(train, monkeypatch, what):
     assert tensors["optimizer"]["step:lm_head.weight"] == 3
 
 
+def test_what_reward_functions_log_is_recorded_and_shown(train):
+    """log_extra stands beside each completion, log_metric in the step's line, also when steps come from the record."""
+
+    def reward(completions, log_extra, log_metric, **_):
+        log_extra("letters", [len(text) for text in completions])
+        log_metric("longest", max(map(len, completions)))
+        return many_digits(completions)
+
+    result = train(reward=reward)
+    lines = metrics(result.run_dir)
+    for row in lines:
+        (file,) = RunDir.read(result.run_dir).read_rollouts(row["step"])
+        lengths = [len(r.completion.text) for g in file.groups for r in g.rollouts]
+        assert [extra["letters"] for extra in file.extra] == lengths
+        assert list(row["reward_logged"].values()) == [max(lengths)]
+        assert next(iter(row["reward_logged"])).endswith("/longest")
+    shutil.rmtree(result.run_dir / "checkpoints")
+    resume(result.run_dir, reward=reward)
+    assert metrics(result.run_dir) == lines
+
+
 def test_three_bad_steps_in_a_row_stop_the_run(train, monkeypatch, home, tmp_path):
     spoil(monkeypatch, 1, 3, 4, 5)
     with pytest.raises(TrainingStopped, match="3 steps in a row had a non-finite loss or gradient"):
@@ -341,7 +363,9 @@ def test_three_steps_with_nothing_scored_stop_the_run(train, tmp_path):
     def broken(completions, trainer_state, **_):
         return many_digits(completions) if trainer_state.global_step == 2 else [None] * len(completions)
 
-    with pytest.raises(TrainingStopped, match=r"no completion of 3 steps in a row was scored, the last because: .*None"):
+    with pytest.raises(
+        TrainingStopped, match=r"no completion of 3 steps in a row was scored, the last because: .*None"
+    ):
         train(reward=broken, train={"steps": 9})
     rows = metrics(tmp_path / "run")
     assert [row["unscored"] for row in rows] == [16, 0, 16, 16, 16]

@@ -5,8 +5,9 @@ stops the run like any other.
 
 Keys of a `train` line (metrics.jsonl and on_step): step, revision, loss, reward_mean, reward_std, accuracy, kl,
 clip_fraction_low, clip_fraction_high, ratio_mean, ratio_max, entropy, completion_length, truncated, zero_advantage,
-unscored (a count), grad_norm, lr, tokens (trained), sampler_equal (share of trained tokens whose sampler and trainer
-log-probabilities are the same to the bit), and hashes. Shares are in [0, 1]; what was not measured is None.
+unscored (a count), unreadable (share of answers that were not found), reward_logged (numbers of log_metric),
+grad_norm, lr, tokens (trained), sampler_equal (share of trained tokens whose sampler and trainer log-probabilities are
+the same to the bit), and hashes. Shares are in [0, 1]; what was not measured is None.
 Keys of an `eval` line (on_eval): kind = "eval", step, correct, prompts (counts), kl (to the start policy, per token),
 completion_length.
 Keys of a timing line: step, step_s, sample_s, verify_s, record_s, update_s, publish_s, sampled_tokens,

@@ -48,20 +48,25 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: Any) -> None:
-    """Write bytes so that after a crash at any point the file is the old one or the new one, whole. Raises RunError."""
+def write_atomic(path: Path, data: Any, *, durable: bool = True) -> None:
+    """Write bytes so that after a crash at any point the file is the old one or the new one, whole. Raises RunError.
+
+    durable: flushed to disk before it returns; without, a power cut may lose the file.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with write_errors(path):
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        if durable:
+            sync_folder(path.parent)
 
 
 def append_line(path: Path, line: str, *, durable: bool) -> None:

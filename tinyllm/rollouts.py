@@ -65,6 +65,8 @@ class Recorded:
     groups: list[Group]
     extra: list[Mapping[str, Any]]
     """One mapping per rollout, in order."""
+    logged: Mapping[str, float]
+    """What reward functions logged for all of them, by "function/name"."""
     changed: list[str]
     """Rows that are not what was written, as "row 3 (group 17#0, sample 2)"; empty when all is well."""
 
@@ -80,12 +82,14 @@ def write_table(
     attempt: int,
     groups: Sequence[Group],
     extra: Mapping[str, Sequence[Any]] | None = None,
+    logged: Mapping[str, float] | None = None,
     *,
     complete: bool = True,
 ) -> memoryview:
     """A Parquet file with one row per rollout, in the order given, as bytes.
 
-    extra: column name -> one JSON value per rollout. Raises RewardError for a name of ours or a wrong count.
+    extra: column name -> one JSON value per rollout; logged: numbers of them all. Raises RewardError for a name of
+    ours or a wrong count.
     """
     extra = extra or {}
     check_extra_names(extra)
@@ -98,13 +102,33 @@ def write_table(
         assert group.rollouts, f"group {group.id} has no rollouts"
         shared = _prompt_columns(group.prompt) | {"step": step, "attempt": attempt, "group_id": group.id}
         for rollout in group.rollouts:
-            logged = {name: values[len(rows)] for name, values in extra.items()}
+            beside = {name: values[len(rows)] for name, values in extra.items()}
             assert (rollout.completion.prompt_id, rollout.completion.draw) == (group.prompt.id, group.prompt.draw)
-            row = shared | _rollout_columns(rollout) | {"extra": _json(logged, "log_extra") if logged else None}
+            row = shared | _rollout_columns(rollout) | {"extra": _json(beside, "log_extra") if beside else None}
             rows.append(row | {"row_hash": _row_hash(row)})
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     facts = {"step": step, "attempt": attempt, "complete": complete, "rows": _rows_hash(rows)}
+    facts["logged"] = dict(logged or {})
     table = table.replace_schema_metadata({"tinyllm": json.dumps(facts)})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return memoryview(sink.getvalue())
+
+
+def derived_table(
+    step: int, rows: Sequence[tuple[str, int]], advantages: Sequence[float], logprobs: Mapping[int, Sequence[float]]
+) -> memoryview:
+    """A Parquet file of what training computed per rollout: rows (group id, sample), advantage, log-probabilities by
+    row number (null for a row that was not trained on). Same floats as in training, to the bit."""
+    table = pa.table(
+        {
+            "step": pa.array([step] * len(rows), pa.int64()),
+            "group_id": [group for group, _ in rows],
+            "sample": pa.array([sample for _, sample in rows], pa.int32()),
+            "advantage": pa.array(advantages, pa.float64()),
+            "trainer_logprobs": pa.array([logprobs.get(i) for i in range(len(rows))], pa.list_(pa.float64())),
+        }
+    )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     return memoryview(sink.getvalue())
@@ -130,7 +154,7 @@ def read_table(path: str | Path) -> Recorded:
     ]
     if not changed and _rows_hash(rows) != facts["rows"]:
         changed = ["rows were added, left out or put in another order"]
-    return Recorded(facts["step"], facts["attempt"], facts["complete"], groups, extra, changed)
+    return Recorded(facts["step"], facts["attempt"], facts["complete"], groups, extra, facts["logged"], changed)
 
 
 def _prompt_columns(prompt: Prompt) -> dict[str, Any]:

@@ -6,7 +6,7 @@
     metrics.jsonl             one line per step and per evaluation; the same in every identical run
     timing.jsonl              seconds, memory, wall clock; different in every run
     checkpoints/000020/       tensors and state
-    derived/                  what can be computed again
+    derived/000001.parquet    advantages and trainer log-probabilities of step 1; replay computes them again
     superseded/               what a resumed run put aside
     model/  report.png        the result
 
@@ -105,7 +105,7 @@ class RunDir:
         try:
             run = cls(path, read_json(path / MANIFEST), lock)
             with write_errors(path):
-                for folder in (path, path / "rollouts", path / "checkpoints"):
+                for folder in (path, *(path / name for name in ("rollouts", "checkpoints", "derived"))):
                     recover_folders(folder)
                 for name in ("metrics.jsonl", "timing.jsonl"):
                     run._cut_torn_line(path / name)
@@ -153,16 +153,30 @@ class RunDir:
         *,
         complete: bool = True,
         extra: Mapping[str, Sequence[Any]] | None = None,
+        logged: Mapping[str, float] | None = None,
     ) -> None:
         """Write a step's rollouts, durably, before they are trained on.
 
-        attempt counts the refills of a step; complete says that no further one follows. extra: what reward functions
-        logged, column -> one value per rollout. Raises RunError, and RewardError for a column named like one of ours.
+        attempt counts the refills of a step; complete says that no further one follows. extra, logged: what reward
+        functions logged, column -> one value per rollout, and name -> number. Raises RunError, and RewardError for a
+        column named like one of ours.
         """
         from tinyllm.rollouts import write_table
 
         self._writable()
-        write_atomic(self.rollout_path(step, attempt), write_table(step, attempt, groups, extra, complete=complete))
+        table = write_table(step, attempt, groups, extra, logged, complete=complete)
+        write_atomic(self.rollout_path(step, attempt), table)
+
+    def write_derived(
+        self, step: int, rows: Sequence[tuple[str, int]], advantages: Sequence[float], logprobs: Mapping[int, Any]
+    ) -> None:
+        """Keep what training computed for each rollout, in derived/; see rollouts.derived_table. Replay rebuilds it."""
+        from tinyllm.rollouts import derived_table
+
+        path = self.derived_path(step)
+        with write_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        write_atomic(path, derived_table(step, rows, advantages, logprobs), durable=False)
 
     def read_groups(self, step: int) -> list[Group]:
         """The groups of a step as they were recorded, refills after one another. Raises RunError."""
@@ -204,6 +218,10 @@ class RunDir:
     def rollout_path(self, step: int, attempt: int = 0) -> Path:
         """The Parquet file of a step (of one of its refills)."""
         return self.path / "rollouts" / (f"{step:06d}-{attempt}.parquet" if attempt else f"{step:06d}.parquet")
+
+    def derived_path(self, step: int) -> Path:
+        """The Parquet file of what training computed in a step."""
+        return self.path / "derived" / f"{step:06d}.parquet"
 
     def _attempts(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}

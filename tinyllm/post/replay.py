@@ -29,7 +29,7 @@ from tinyllm.post.batch import Batch, Rules, make_batch
 from tinyllm.post.grpo import PRESETS
 from tinyllm.post.optimizer import learning_rate
 from tinyllm.post.run import Parts
-from tinyllm.post.trainer import hash_verdicts, step_metrics
+from tinyllm.post.trainer import derived_columns, hash_verdicts, step_metrics
 from tinyllm.post.update import UpdateResult
 from tinyllm.records import Group, Revision, Rollout, Verdict
 from tinyllm.rundir import RunDir
@@ -170,11 +170,13 @@ class _Player:
         judged = self._judged(step, groups)
         if not self.compare:
             batch, result, revision = self._train(step, judged)
-            self.lines.append(step_metrics(step, judged, batch, result, revision, self._lr(step)))
+            self.lines.append(step_metrics(step, judged, batch, result, revision, self._lr(step), {}))
             return None
         if found := self._verified(step, groups, judged):
             return found
         batch, result, revision = self._train(step, groups)
+        if not self.run.derived_path(step).exists():
+            self.run.write_derived(step, *derived_columns(batch, result))
         return self._compared(step, batch, result, revision)
 
     def _groups(self, step: int) -> list[Group]:

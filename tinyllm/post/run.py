@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tinyllm.post.source import InlineSource, PromptOrder
 from tinyllm.post.trainer import Progress, Trainer
 from tinyllm.post.update import Scorer, Updater, adapter_off_scorer, model_scorer
 from tinyllm.records import Group, Revision, SamplingParams
+from tinyllm.rewards.functions import Logged
 from tinyllm.rewards.probe import probe_before_training
 from tinyllm.rundir import RunDir, new_run_path
 
@@ -278,6 +279,8 @@ class _Resumed:
     recorded: Sequence[int]
     inline: InlineSource
 
+    logged: Logged = field(default_factory=Logged)
+
     @property
     def seconds(self) -> dict[str, float]:
         return self.inline.seconds
@@ -289,8 +292,11 @@ class _Resumed:
         for step in self.recorded:
             groups = self.run.read_groups(step)
             self.order.position += len(groups)
+            self.logged = Logged(metrics=dict(self.run.read_rollouts(step)[-1].logged))
             yield step, groups
-        yield from self.inline
+        for step, groups in self.inline:
+            self.logged = self.inline.logged
+            yield step, groups
 
 
 def _stopped_early(trainer: Trainer) -> bool:

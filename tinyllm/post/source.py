@@ -16,6 +16,7 @@ from tinyllm.errors import TrainingStopped
 from tinyllm.post.batch import Rules, has_signal
 from tinyllm.post.grpo import collect_groups
 from tinyllm.records import Completion, Group, Prompt, Revision, SamplingParams, Verdict
+from tinyllm.rewards.functions import Logged
 
 
 class Source(Protocol):
@@ -24,6 +25,11 @@ class Source(Protocol):
     @property
     def seconds(self) -> dict[str, float]:
         """Where the last step's time went."""
+        ...
+
+    @property
+    def logged(self) -> Logged:
+        """What reward functions logged for the last step; extras have one value per rollout."""
         ...
 
     def __iter__(self) -> Iterator[tuple[int, list[Group]]]: ...
@@ -77,6 +83,9 @@ class InlineSource:
         self.train, self.rules = config.train, Rules.of(config)
         self.first_step, self.on_phase = first_step, on_phase
         self.seconds: dict[str, float] = {}
+        self.logged = Logged()
+        self._kept = 0
+        self._numbers: dict[str, list[float]] = {}
 
     def publish(self, revision: Revision) -> None:
         self.engine.publish(revision)
@@ -87,6 +96,7 @@ class InlineSource:
 
     def _groups(self, step: int) -> list[Group]:
         self.seconds = {"sample_s": 0.0, "verify_s": 0.0}
+        self.logged, self._kept, self._numbers = Logged(), 0, {}
         draws: dict[str, int] = {}
         groups = self._collect(step, self.order.take(self.train.prompts_per_step, draws))
         if not self.rules.dynamic_sampling:
@@ -105,9 +115,12 @@ class InlineSource:
         return groups
 
     def _collect(self, step: int, prompts: list[Prompt]) -> list[Group]:
+        judged: list[Completion] = []
+
         def verify(prompts: list[Prompt], completions: list[Completion]) -> list[Verdict]:
             begin = time.perf_counter()
             self.on_phase("verifying")
+            judged.extend(completions)
             try:
                 return self.verify(prompts, completions, step)
             finally:
@@ -117,4 +130,19 @@ class InlineSource:
         self.on_phase("sampling")
         groups = collect_groups(self.engine, prompts, replace(self.params, step=step), verify)
         self.seconds["sample_s"] += time.perf_counter() - begin - (self.seconds["verify_s"] - before)
+        self._keep_logged(judged, groups)
         return groups
+
+    def _keep_logged(self, judged: Sequence[Completion], groups: Sequence[Group]) -> None:
+        """Adds what reward functions logged for these groups; a rollout that was not judged has None."""
+        logged: Logged = getattr(self.verify, "logged", Logged())
+        rows = {(c.prompt_id, c.draw, c.sample): row for row, c in enumerate(judged)}
+        places = [rows.get((c.prompt_id, c.draw, c.sample)) for c in (r.completion for g in groups for r in g.rollouts)]
+        for name in {**self.logged.extras, **logged.extras}:
+            values = logged.extras.get(name, [None] * len(judged))
+            earlier = self.logged.extras.get(name, [None] * self._kept)
+            self.logged.extras[name] = earlier + [None if place is None else values[place] for place in places]
+        self._kept += len(places)
+        for name, number in logged.metrics.items():
+            self._numbers.setdefault(name, []).append(number)
+            self.logged.metrics[name] = sum(self._numbers[name]) / len(self._numbers[name])

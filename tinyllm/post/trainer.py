@@ -16,7 +16,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ class Trainer:
             timing = {"step": step, **source.seconds}
             begin = time.perf_counter()
             if step not in self.recorded:
-                self.run.record(step, groups)
+                self.run.record(step, groups, extra=source.logged.extras, logged=source.logged.metrics)
             timing["record_s"] = time.perf_counter() - begin
             begin = time.perf_counter()
             self._tell("on_phase", "training")
@@ -92,7 +92,8 @@ class Trainer:
             source.publish(revision)
             timing["publish_s"] = time.perf_counter() - begin
             self.progress.step, self.progress.position = step, self.position()
-            metrics = step_metrics(step, groups, batch, result, revision, lr)
+            metrics = step_metrics(step, groups, batch, result, revision, lr, source.logged.metrics)
+            self.run.write_derived(step, *derived_columns(batch, result))
             self.run.log(metrics)
             timing |= {"step_s": time.perf_counter() - clock, "sampled_tokens": sampled_tokens(groups)}
             timing |= {"peak_memory_bytes": peak_memory_bytes(), "time": time.time()}
@@ -142,8 +143,8 @@ class Trainer:
             self.save()
             raise TrainingStopped(
                 f"no completion of {progress.unscored} steps in a row was scored, the last because: "
-                f"{verdicts[-1].reason if verdicts else 'there is none'}. Mend the reward, then go on with "
-                f"tinyllm grpo --resume {self.run.path}"
+                f"{verdicts[-1].reason if verdicts else 'there is none'}. Check the reward; what was sampled "
+                f"is in {self.run.path}"
             )
 
     def _evaluate(self, step: int, groups: Sequence[Group]) -> bool:
@@ -180,12 +181,18 @@ class Trainer:
 
 
 def step_metrics(
-    step: int, groups: Sequence[Group], batch: Batch, result: UpdateResult, revision: Revision, lr: float
+    step: int,
+    groups: Sequence[Group],
+    batch: Batch,
+    result: UpdateResult,
+    revision: Revision,
+    lr: float,
+    logged: Mapping[str, float],
 ) -> dict[str, Any]:
     """One line of metrics.jsonl; see callbacks.py for the keys. Means over nothing are None, never NaN."""
     rollouts = [r for g in groups for r in g.rollouts]
     values = [r.verdict.value for r in rollouts if r.verdict.value is not None]
-    correct = [dict(r.verdict.parts)["correct"] for r in rollouts if "correct" in dict(r.verdict.parts)]
+    judged = [r.verdict for r in rollouts if "correct" in dict(r.verdict.parts)]
     done = [r.completion for r in rollouts if r.completion.finish_reason != "error"]
     stats = result.stats
     live = stats.tokens > 0
@@ -205,7 +212,9 @@ def step_metrics(
         "reward_mean": _mean(values),
         "reward_std": statistics.pstdev(values) if values else None,
         "reward_parts": {name: _mean(x) for name, x in parts.items()},
-        "accuracy": _mean(correct),
+        "reward_logged": dict(logged),
+        "accuracy": _mean([dict(v.parts)["correct"] for v in judged]),
+        "unreadable": _mean([v.answer is None for v in judged]),
         "kl": stats.kl,
         "clip_fraction_low": stats.clip_fraction_low if live else None,
         "clip_fraction_high": stats.clip_fraction_high if live else None,
@@ -235,6 +244,14 @@ def step_metrics(
             "weights": revision.hash,
         },
     }
+
+
+def derived_columns(
+    batch: Batch, result: UpdateResult
+) -> tuple[list[tuple[str, int]], list[float], dict[int, list[float]]]:
+    """What RunDir.write_derived keeps of a trained batch: (group, sample), advantage and log-probabilities by row."""
+    names = [(g.id, r.completion.sample) for g in batch.groups for r in g.rollouts]
+    return names, batch.advantages.tolist(), {row: x.tolist() for row, x in result.logprobs.items()}
 
 
 def hash_verdicts(groups: Sequence[Group]) -> str:
