@@ -234,7 +234,9 @@ def train_trl(config: GRPOConfig, batch: int, limit_s: float) -> None:
     policy = Policy(copy)
     greedy = SamplingParams(max_new_tokens=config.sampling.max_new_tokens, temperature=0.0, stop_token_ids=stop)
     held_out = data.held_out[: config.eval.prompts or None]
-    evaluate = evaluator(Engine(policy, tokenizer, max_batch=config.sampling.max_batch), held_out, greedy, judge, None)
+    evaluate = evaluator(
+        Engine(policy, tokenizer, max_batch=config.sampling.max_batch), held_out, greedy, judge, lambda: None
+    )
 
     def reward(prompts: Any, completions: Any, completion_ids: Any, id: Any, **_: Any) -> list[float]:
         drawn = []

@@ -28,6 +28,7 @@ from tinyllm.configio import to_dict
 from tinyllm.engine.engine import Engine
 from tinyllm.engine.head import Policy
 from tinyllm.manifest import build_manifest
+from tinyllm.memory import keep_freed_memory
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.source import InlineSource, PromptOrder
 from tinyllm.post.trainer import Trainer
@@ -63,6 +64,7 @@ class Side(Callback):
         model: Any = None,
         tokenizer: Any = None,
     ) -> None:
+        keep_freed_memory()
         self.config, self.prompts = config, prompts
         if model is None:
             model = models.load_model(config.model.name, config.model.dtype, "cpu", config=config)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import (
     VOCABULARY,
+    config,
     digits_after_odd_numbers,
     equal,
     groups_of,
@@ -370,3 +371,26 @@ def test_three_steps_with_nothing_scored_stop_the_run(train, tmp_path):
     rows = metrics(tmp_path / "run")
     assert [row["unscored"] for row in rows] == [16, 0, 16, 16, 16]
     assert RunDir.read(tmp_path / "run").load_checkpoint()[0] == 5
+
+
+@pytest.mark.slow
+def test_nothing_grows_over_300_steps(home, tmp_path, no_picture):
+    """Memory after step 100 within 5 MB; open files, threads and child processes constant."""
+    import psutil
+
+    from tinyllm.post.run import grpo
+
+    process, seen = psutil.Process(), {}
+
+    class Watch(Callback):
+        def on_step(self, metrics, timing, groups):
+            counts = process.num_fds(), process.num_threads(), len(process.children(recursive=True))
+            seen[metrics["step"]] = (process.memory_info().rss, *counts)
+
+    options = {"train": {"steps": 300}, "eval": {"every": 50}, "run": {"checkpoint_every": 20, "threads": 1}}
+    reward = {"functions": ("light_rewards:many_digits",)}
+    given = config(home / "model", home / "rows.jsonl", tmp_path / "run", reward=reward, **options)
+    grpo(given, callbacks=[Watch()])
+    quiet = [step for step in range(100, 301) if step % 20 > 10]  # away from checkpoints, which are written beside
+    assert max(seen[s][0] for s in quiet if s > 250) - max(seen[s][0] for s in quiet if s < 150) < 5e6
+    assert len({seen[s][1:] for s in quiet}) == 1, sorted({seen[s][1:] for s in quiet})

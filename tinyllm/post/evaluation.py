@@ -18,17 +18,18 @@ def evaluator(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     verify: Callable[..., list[Verdict]],
-    reference: Scorer | None,
+    reference: Callable[[], Scorer | None],
 ) -> Callable[[int, Sequence[Group]], dict[str, Any] | None]:
     """Returns evaluate(step, groups): one completion per held-out prompt under `params`, judged.
 
-    The KL is the k3 estimate per token on the step's own rollouts, so it is that of the policy which sampled them.
+    reference gives the start policy's scorer, or None when the KL is not measured: the k3 estimate per token on the
+    step's own rollouts, so it is that of the policy which sampled them.
     """
 
     def evaluate(step: int, groups: Sequence[Group]) -> dict[str, Any] | None:
-        row: dict[str, Any] = {"kind": "eval", "step": step, "kl": _start_kl(groups, reference) if step else 0.0}
         if not prompts:
             return None
+        row: dict[str, Any] = {"kind": "eval", "step": step, "kl": _start_kl(groups, reference()) if step else 0.0}
         judged = collect_groups(engine, prompts, params, lambda p, c: verify(p, c, step))
         rollouts = [r for g in judged for r in g.rollouts]
         scored = [r.verdict for r in rollouts if r.verdict.value is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from tinyllm import models, rewards, tasks
-from tinyllm.callbacks import Callback, RunInfo, RunResult
+from tinyllm.callbacks import Callback, Interrupted, RunInfo, RunResult
 from tinyllm.config import GRPOConfig
 from tinyllm.configio import to_dict
 from tinyllm.engine.engine import Engine
@@ -25,7 +26,7 @@ from tinyllm.errors import ConfigError, DataError, RunError, TrainingStopped
 from tinyllm.files import write_errors
 from tinyllm.hashing import hash_bytes, hash_file, hash_json, hash_tensors
 from tinyllm.manifest import build_manifest
-from tinyllm.memory import memory_estimate, require_memory
+from tinyllm.memory import keep_freed_memory, memory_estimate, require_memory
 from tinyllm.post.evaluation import evaluator
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.source import InlineSource, PromptOrder
@@ -35,6 +36,8 @@ from tinyllm.records import Group, Revision, SamplingParams
 from tinyllm.rewards.functions import Logged
 from tinyllm.rewards.probe import probe_before_training
 from tinyllm.rundir import RunDir, new_run_path
+
+log = logging.getLogger("tinyllm")
 
 
 def grpo(
@@ -114,6 +117,8 @@ class Parts:
         weights = models.pick_dtype(config.model.dtype, device)
         require_memory(name, memory_estimate(models.load_config(name), weights, config, longest), device)
         model: Any = models.load_model(name, config.model.dtype, device, config=config)
+        if device == "cpu":
+            keep_freed_memory()
         self.start_hash = models.content_hash(model)
         if config.lora.rank:
             model = models.add_lora(model, config.lora.rank, config.lora.alpha, config.lora.targets, seed=config.seed)
@@ -140,7 +145,7 @@ class Parts:
         self.updater = Updater(self.policy, self.optimizer, config, self.reference)
 
     def _reference(self) -> Scorer | None:
-        """Scores under the policy the KL is measured against: the start policy, or another model by name."""
+        """Scores under the policy of the KL term: the start policy, or another model by name. None without a term."""
         config = self.config
         self.reference_hash = self.start_hash
         temperature, budget = config.sampling.temperature, config.train.tokens_per_microbatch
@@ -155,9 +160,19 @@ class Parts:
             return model_scorer(Policy(other.requires_grad_(False)), temperature, budget)
         if config.lora.rank:
             return adapter_off_scorer(self.policy, temperature, budget)
-        if not (config.objective.beta or config.eval.every):
+        if not config.objective.beta:
             return None
         return model_scorer(Policy(copy.deepcopy(self.policy.model).requires_grad_(False)), temperature, budget)
+
+    def _start_scorer(self) -> Scorer | None:
+        """Scores under the start policy; read again each time, since between evaluations nothing needs its memory."""
+        model_config = self.config.model
+        start: Any = models.load_model(model_config.name, model_config.dtype, model_config.device)
+        if models.content_hash(start) != self.start_hash:
+            log.warning("%s is not what the run started from any more; its KL is not measured", model_config.name)
+            return None
+        policy = Policy(start.requires_grad_(False))
+        return model_scorer(policy, self.config.sampling.temperature, self.config.train.tokens_per_microbatch)
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -243,6 +258,8 @@ class Parts:
             except TrainingStopped:
                 trainer.save()
                 raise
+            except KeyboardInterrupt:  # the second one: nothing more is saved, and what is on disk can go on
+                raise Interrupted(run.path, progress.step) from None
             finally:
                 for callback in self.callbacks:
                     callback.on_end(result)
@@ -251,7 +268,8 @@ class Parts:
     def _evaluator(self) -> Callable[[int, Sequence[Group]], dict[str, Any] | None]:
         prompts = self.data.held_out[: self.config.eval.prompts or None]
         greedy = replace(self.params, n=1, temperature=0.0)
-        return evaluator(self.engine, prompts, greedy, self.verify, self.reference)
+        reference = self._start_scorer if self.reference is None and self.config.eval.every else lambda: self.reference
+        return evaluator(self.engine, prompts, greedy, self.verify, reference)
 
     def _finish(self, run: RunDir, trainer: Trainer) -> RunResult:
         from tinyllm.report import write_report
