@@ -24,7 +24,7 @@ EXAMPLES = {
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "well"}, ["a\n\nWell, b"], ["well\n\na", "a\n\nwellness", "a"],
     ),
     "count:word_count_range": ({"min_words": 2, "max_words": 3}, ["a b", "a b c"], ["a", "a b c d"]),
-    "detectable_content:number_placeholders": ({"num_placeholders": 2}, ["[a] and [b]"], ["[a]", "[] []", "[[a]]"]),
+    "detectable_content:number_placeholders": ({"num_placeholders": 2}, ["[a] and [b]"], ["[a]", "[] []", "[[a]]", "[ ] [ ]"]),
     "detectable_content:postscript": ({"postscript_marker": "P.S."}, ["Hi.\n\nP.S. bye"], ["P.S. bye", "Hi P.S.", "Hi.\nP.S.", "a\nP.S. b\n\nc"]),
     "detectable_format:number_bullet_lists": ({"num_bullets": 2}, ["* a\n- b", "* a\n* b\n* * *"], ["* a", "*a*\n*b*", "- a\n- b\n- c"]),
     "detectable_format:constrained_response": ({}, ["My answer is yes."], ["yes", "My answer is yes. My answer is yes."]),
@@ -37,8 +37,8 @@ EXAMPLES = {
     "change_case:english_capital": ({}, ["THE END OF IT"], ["The end", "123", "DER DIE DAS UND NICHT"]),
     "change_case:english_lowercase": ({}, ["the end of it."], ["The end", "123"]),
     "change_case:capital_word_frequency": ({"capital_frequency": 2, "capital_relation": "at least"}, ["NO WAY"], ["NO way"]),
-    "punctuation:no_comma": ({}, ["a b"], ["a, b", "a\u060c b", "a\uff0cb", "a\u3001b", ""]),
-    "startend:end_checker": ({"end_phrase": "Bye now."}, ["So, bye now."], ["Bye now. Or not."]),
+    "punctuation:no_comma": ({}, ["a b"], ["a, b", "a\u060c b", "a\uff0cb", "a\u3001b", "a\u2e32b", ""]),
+    "startend:end_checker": ({"end_phrase": "Bye now."}, ["So, bye now."], ["Bye now. Or not.", "Goodbye now."]),
     "startend:quotation": ({}, ['"Hi."', "\u201cHi\u201d"], ['"', '""', '"a', "\u201ca\u201c", '" "']),
 }  # fmt: skip
 
@@ -82,6 +82,11 @@ def test_arguments_are_closed(name):
         ("Use at most 9 words.", "less than", 10, True),
         ("Use at most 9 words.", "less than", 5, False),
         ("Tell me about words.", "at least", 6, True),
+        ("Write 100 words or more.", "at least", 10, False),
+        ("Write at least twenty words.", "at least", 10, False),
+        ("Answer in 10+ words.", "at least", 10, True),
+        ("Use at least 10 words.", "less than", 10, False),
+        ("Use at least 5 words but less than 10 words.", "less than", 10, True),
     ],
 )
 def test_text_and_arguments_must_agree(prompt, relation, count, agrees):
@@ -91,6 +96,42 @@ def test_text_and_arguments_must_agree(prompt, relation, count, agrees):
         return
     with pytest.raises(DataError, match="but the prompt says"):
         build("instructions").check(given)
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        [("change_case:english_capital", {}), ("change_case:english_lowercase", {})],
+        [
+            ("keywords:existence", {"keywords": ["a", "Tea"]}),
+            ("keywords:forbidden_words", {"forbidden_words": ["tea"]}),
+        ],
+        [
+            ("length_constraints:number_words", {"relation": "less than", "num_words": 5}),
+            ("length_constraints:number_words", {"relation": "at least", "num_words": 5}),
+        ],
+        [("keywords:frequency", {"keyword": "a", "frequency": float("nan"), "relation": "at least"})],
+        [("keywords:frequency", {"keyword": "a", "frequency": float("inf"), "relation": "at least"})],
+        [(["punctuation:no_comma"], {})],
+        [("punctuation:no_comma", ["a"])],
+    ],
+)
+def test_constraints_that_no_text_can_follow_or_that_do_not_read_are_refused(constraints):
+    given = {"prompt": "", "constraints": [{"id": name, "kwargs": kwargs} for name, kwargs in constraints]}
+    with pytest.raises(DataError):
+        build("instructions").check(given)
+    assert verify(build("instructions"), given, "x").reason.startswith("bad task: ")
+
+
+def test_bounds_that_leave_room_and_composed_letters_are_fine():
+    bounds = [{"relation": "at least", "num_words": 2}, {"relation": "less than", "num_words": 3}]
+    both = [{"id": "length_constraints:number_words", "kwargs": kwargs} for kwargs in bounds]
+    assert verify(build("instructions"), {"prompt": "", "constraints": both}, "a b").value == 1
+    assert (
+        verify(build("instructions"), row("keywords:existence", {"keywords": ["caf\u00e9"]}), "cafe\u0301").value == 1
+    )
+    many = row("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"})
+    assert verify(build("instructions"), many, ". . . !").value == 0
 
 
 def test_ifeval_columns_and_reasoning():

@@ -28,6 +28,10 @@ EQUAL = [
     (r"\text{Friday}", "friday"), (r"\text{(A)}", "A"), ("A", r"\text{A}"), ("101_2", "101_{2}"), (r"5\text{ cm}", r"5 \mathrm{cm}"), (r"\$5", r"\$5.00"),
     (r"50\%", "0.5"), ("5", "2+3=5"), (r"\frac{\sqrt3}{3}", r"\tan 30^\circ"), (r"\frac{1}{2}", r"\sin(30^\circ)"), ("6", r"6=2\times3"), ("2*x**2", "2x^2"), ("e^{i\\pi}", "-1"), ("i^2", "-1"), (r"\emptyset", r"\{\}"),
     ("-1 \\leq x", r"x \ge -1"), ("x \\in [1,2)", "[1,2)"), ("2\u03c0", r"2\pi"), ("\\sqrt[3]{-8}", "\\sqrt[3]{-8}"), ("|x|", r"\left|x\right|"),
+    ("0", r"\sin\pi"), (r"\cos\frac{\pi}{2}+1", "1"), ("-2", r"\sqrt[3]{-8}"), (r"\frac{1}{3}", r"0.\bar{3}"), (r"30^\circ", "30\u00b0"), (r"30^\circ", r"30\text{ degrees}"),
+    (r"(0,1)\cup(2,3)", "(0,1)\u222a(2,3)"), ("x\u2208(0,1)", "(0,1)"), (r"\theta", "\u03b8"), (r"\mathbb{R}", r"(-\infty,\infty)"), (r"\mathbb R", r"x\in\mathbb{R}"),
+    (r"5\text{ cm}^2", r"5\text{ cm}^{2}"), (r"5\%", r"5\text{ percent}"), ("5", r"\mathbf{5}"), ("5", r"\text{5}"), ("5", r"5\text{}"), ("5", r"\(5\)"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\left(\begin{array}{cc}1&2\\[2pt]3&4\end{array}\right)"), (r"-\infty", r"-\infty"),
     ("x^{-1}", r"\frac1x"), ("a_{12}+1", "1+a_{12}"), (r"\frac{d}{2}", "d/2"), (r"\dfrac{7}{2}\text{ for all } x", "3.5"),
 ]  # fmt: skip
 DIFFERENT = [
@@ -37,12 +41,14 @@ DIFFERENT = [
     (r"\pm 3", "3"), ("3", r"\pm 3"), ("x=5", "y=5"), ("x+y=3", "x-y=3"), ("x<3", "x>3"), ("x<3", r"x\le 3"), ("x=3", "x<3"), ("|x|", "x"), (r"\sqrt{x^2}", "x"),
     ("6", "6=2x4"), ("5", "3=5"), (r"\text{Friday}", r"\text{Saturday}"), ("A", "B"), ("3:4", "4:3"), (r"\infty", r"-\infty"), (r"\infty", "10^{100}"),
     (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"), (r"\frac{1}{300!}", r"\frac{1}{301!}"), ("2^{1000}", "2^{1000}+1"),
-    ("72", "73, 72"), ("x^2=4", "x=2"), ("(0,1)", "0<y<2"), ("9007199254740993", "9007199254740992"), (r"\emptyset", r"\{0\}"), ("5", "5!"), ("-3", "3"),
+    ("1", r"\tanh(1000)"), ("5", r"5+\exp(-2000)"), ("5", "5+e^{-5000}"), (r"\pi", r"\pi+2^{-100000}"), ("x", "x+2^{-100000}"), (r"\sqrt2", r"\sqrt2(1+e^{-9999})"),
+    ("0", r"\sin(10^{-500})"), ("0", "e^{-4000}"), ("3:4", "0:0"), (r"-\infty", r"-\infty+1"), (r"\infty", r"2\infty"), ("5", r"\log(0)"), (r"5\text{ cm}^2", r"5\text{ cm}"), (r"5\text{ cm}^2", r"5\text{ cm}^3"),
+    ("(0,1)", "c u p (0,1)"), ("(-8)^{1/3}", "-2"), ("72", "73, 72"), ("x^2=4", "x=2"), ("(0,1)", "0<y<2"), ("9007199254740993", "9007199254740992"), (r"\emptyset", r"\{0\}"), ("5", "5!"), ("-3", "3"),
 ]  # fmt: skip
 UNREADABLE = [
     "", "see the figure", "x+", "(1", "1)", r"\frac{1}", r"\sqrt", "1 2", "6 14/5", "1..2", "__import__('os')", "lambda: 1", r"\int_0^1 x dx", r"\sum_{k=1}^n k",
     r"\lim x", "5 apples", "a.b", '"x"', "x;y;", "1//2", r"\text{a} 5", "@", "((((" * 30, "1+" * 3000 + "1", "1e9999", "\u00b2", "1 % 2", r"\begin{matrix}1", "12_{40}",
-    "19_8", "x\\\\y", "expand((x+1)^2)", "solve(x)", "f'", r"\frac{}{}", "{" * 300, "^2", "|1", "[1,2", "x=1=", "5 5", r"\input{x}", "9" * 5000,
+    "19_8", "x\\\\y", "expand((x+1)^2)", "solve(x)", "f'", r"\frac{}{}", "{" * 300, "^2", "|1", "[1,2", "x=1=", "5 5", r"\input{x}", "9" * 5000, "n!!", "N/A", r"\text{}",
 ]  # fmt: skip
 UNREADABLE.remove("f'")
 
@@ -102,6 +108,12 @@ def test_large_work_is_refused_before_it_is_done(text):
         (r"\sqrt{19}", "4.358899", {"places": 6}, 1),
         (r"\sqrt{19}", "4.3589", {"places": 6}, 0),
         ("0.5", "0.50000001", {"places": 6}, 1),
+        (r"\frac{1}{300!}", r"\frac{1}{302!}", {"places": 6}, 0),
+        (r"\sqrt{19}", r"\sqrt{19.0000000001}", {"places": 6}, 0),
+        (r"(\sqrt2,1)", "(1.414214,1)", {"places": 6}, 1),
+        (r"\pi", r"180\text{ degrees}", {"kind": "angle"}, 1),
+        ("y=2x+1", "2x+1", {"kind": "equation"}, 0),
+        ("y=2x+1", "4x-2y+2=0", {"kind": "equation"}, 1),
     ],
 )
 def test_settings(gold, answer, settings, expected):
@@ -118,6 +130,10 @@ def test_settings(gold, answer, settings, expected):
         ("We get $\\frac{1}{3}$, hence $\\frac{1}{2}$", 1),
         ("I give up", 0),
         ("The final answer is \\boxed{1/2}", 1),
+        ("The answer is not $\\frac{1}{2}$.", 0),
+        ("It is 0.5 +", 0),
+        ("negative 0.5", 0),
+        ("0.5 is wrong", 0),
     ],
 )
 def test_free_text(text, expected):

@@ -87,6 +87,21 @@ def test_last_number_reads_whole_tokens_only():
         ("format:rule=final", "The answer is 12", 1),
         ("format:rule=final", "Maybe 11, maybe 12", 0),
         ("format:rule=final", "It is 10, 11, 12", 0),
+        ("format:rule=final", "The answer is not 12.", 0),
+        ("format:rule=final", "It isn't 12", 0),
+        ("format:rule=final", "It isn't 11 but 12", 1),
+        ("format:rule=final", "12 is wrong.", 0),
+        ("format:rule=final", "Is it 12?", 0),
+        ("format:rule=final", "more than 12", 0),
+        ("format:rule=final", "x + 12", 0),
+        ("format:rule=final", "12 + x", 0),
+        ("format:rule=final", "10 + 2 = 12 apples", 1),
+        ("format:rule=final", "Answer - 12", 1),
+        ("format:rule=final", "10 11 12", 0),
+        ("format:rule=final", "10|11|12", 0),
+        ("format:rule=final", "Thus $12$ apples", 1),
+        ("format:choices=11|13", "<answer>12</answer>", None),
+        ("format", "<answer>12</answer><eos>", 1),
         ("format:rule=whole", " 12 ", 1),
         ("format:rule=whole", "12 ok", 0),
     ],
@@ -118,12 +133,28 @@ def test_regions(spec, text, expected):
         ("arithmetic:abs_tol=0.1", "5", "nan", 0),
         ("arithmetic", "1/3", "0.333333", 0),
         ("arithmetic", "0.5", "1/2", 1),
+        ("arithmetic:units=$", "41", r"\$41.00", 1),
+        ("arithmetic", "45%", r"45\%", 1),
+        ("arithmetic", "$41", "41", 0),
         ("arithmetic", "9007199254740993", "9007199254740992", 0),
     ],
 )
 def test_values_units_and_tolerance(spec, gold, text, expected):
     assert value(spec, f"<answer>{text}</answer>", answer=gold) == expected
     assert row_fault(build(spec), {"prompt": "", "answer": gold}) is None
+
+
+def test_free_text_states_one_number():
+    for gold, text, expected in (("72", "72 per day", 1), ("72 km", "72 km", 1), ("47/6", "So it is 7 5/6.", 1)):
+        assert verify(build("arithmetic:rule=final"), {"prompt": "", "answer": gold}, text).value == expected
+
+
+def test_nested_boxes_take_linear_time():
+    text = "\\boxed{" * 40_000 + "12" + "}" * 40_000
+    start = time.process_time()
+    for spec in ("format:rule=boxed", "format:rule=boxed,agree=true"):
+        assert value(spec, text) in (0, 1)
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("gold", [None, "", "  ", True, [1], "see the figure", "$$", float("nan")])

@@ -4,6 +4,7 @@ text."""
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,8 @@ from tinyllm.rewards.json_reader import NotJson, fenced, read_json
 from tinyllm.rewards.languages import LANGUAGES, language_of
 
 Check = Callable[[str], bool]
-COMMAS = ",\u060c\u3001\uff0c\ufe50\ufe51\ufe10\ufe11\u055d\u07f8\u1363\u1802\u1808\ua4fe\ua60d\ua6f5\uff64\u201a\u2e41"
+COMMAS = ",\u060c\u3001\uff0c\ufe50\ufe51\ufe10\ufe11\u055d\u07f8\u1363\u1802\u1808\ua4fe\ua60d\ua6f5\uff64\u201a"
+COMMAS += "\u2e32\u2e34\u2e41\u2e49\u2e4c\U0001144d\U0001145a\U00016e97\U0001da87"
 """Commas of every script, all banned by "no commas"."""
 _WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 _BULLET = re.compile(r"^[ \t]*[*+-][ \t]+(?=\S)(.*)$", re.MULTILINE)
@@ -38,7 +40,7 @@ class Constraint:
 
 
 def _count(value: Any) -> str:
-    whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value)
+    whole = type(value) is int or (isinstance(value, float) and value.is_integer())
     return "" if whole and 0 <= value <= 100_000 else "give a whole number"
 
 
@@ -80,7 +82,7 @@ def sentences(text: str) -> int:
     count, end = 0, 0
     for match in _SENTENCE_END.finditer(text):
         if not _ABBREVIATION.search(text[max(0, match.start() - 8) : match.start() + 1]):
-            count, end = count + 1, match.end()
+            count, end = count + bool(words(text[end : match.start()])), match.end()
     return count + bool(words(text[end:]))
 
 
@@ -91,8 +93,8 @@ def paragraphs(text: str, mark: str = r"\n[ \t]*\n") -> list[str]:
 
 def occurrences(text: str, keyword: str) -> int:
     """How often a keyword stands as a whole word (or words), in any case."""
-    keyword = r"\s+".join(map(re.escape, keyword.split()))
-    return len(re.findall(rf"(?<!\w){keyword}(?!\w)", text, re.IGNORECASE))
+    keyword = r"\s+".join(map(re.escape, unicodedata.normalize("NFC", keyword).split()))
+    return len(re.findall(rf"(?<!\w){keyword}(?!\w)", unicodedata.normalize("NFC", text), re.IGNORECASE))
 
 
 def compare(number: int, relation: str, bound: float) -> bool:
@@ -211,7 +213,14 @@ def _case(upper: bool) -> Check:
 
 
 def _ends(end_phrase: str) -> Check:
-    return lambda text: text.strip().strip('"').casefold().endswith(end_phrase.strip().casefold())
+    phrase = end_phrase.strip().casefold()
+
+    def check(text: str) -> bool:
+        before, found, after = text.strip().strip('"').casefold().rpartition(phrase)
+        whole = not (phrase[0].isalnum() and before[-1:].isalnum())  # "weekend" does not end in "end"
+        return bool(found) and not after and whole
+
+    return check
 
 
 def _quotation() -> Check:
@@ -227,7 +236,7 @@ def _title() -> Check:
 
 
 def _placeholders(num_placeholders: float) -> Check:
-    return lambda text: len(re.findall(r"\[[^\[\]\n]+\]", text)) >= num_placeholders
+    return lambda text: len(re.findall(r"\[[^\[\]\n]*[^\[\]\s][^\[\]\n]*\]", text)) >= num_placeholders
 
 
 def _range(min_words: float, max_words: float) -> Check:

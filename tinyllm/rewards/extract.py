@@ -31,6 +31,10 @@ END_OF_TURN = (
     "<|end|>",
     "<|return|>",
     "<end_of_turn>",
+    "<|eot|>",
+    "<|eom_id|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<eos>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "</s>",
 )
@@ -121,7 +125,7 @@ class Region:
         return (None, f"{closing} without {opening}") if closing in inside else (inside, "")
 
     def _boxed(self, text: str) -> tuple[str | None, str]:
-        found: list[str | None] = []  # by the place where each box starts; None while it is open
+        found: list[tuple[int, int] | None] = []  # by the place where each box starts; None while it is open
         stack: list[tuple[int, int]] = []  # (index in found or -1, where the content starts)
         for match in _BOX.finditer(text):
             if match[1]:
@@ -133,14 +137,15 @@ class Region:
             elif match[0] == "}" and stack:
                 index, start = stack.pop()
                 if index >= 0:
-                    found[index] = text[start : match.start()]
+                    found[index] = start, match.start()
         if not found:
             return None, f"no \\{self.boxes[0]}{{}}"
         if found[-1] is None:
             return None, f"the last \\{self.boxes[0]} is not closed"
-        if self.agree and len({box and box.strip() for box in found}) > 1:
+        last = text[slice(*found[-1])]
+        if self.agree and not all(span and text[slice(*span)].strip() == last.strip() for span in found):
             return None, "the boxes differ"
-        return found[-1], ""
+        return last, ""
 
     def _hash(self, text: str) -> tuple[str | None, str]:
         lines = _HASH.findall(text)

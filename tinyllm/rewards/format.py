@@ -36,9 +36,7 @@ class FormatVerifier(Region, Verifier):
     def check(self, row: Row) -> None:
         if self.gold is None:
             return
-        text = self._gold(row)
-        if self.choices and text not in self.choices:
-            raise DataError(f"gold {text!r} is none of the choices {', '.join(self.choices)}")
+        self._gold(row)
 
     def judge(self, row: Row, text: str) -> Verdict:
         if self.gold is None:
@@ -73,6 +71,8 @@ class FormatVerifier(Region, Verifier):
         text = self._text(gold)
         if not text:
             raise DataError(f"gold {gold!r} is empty without its markup")
+        if self.choices and text not in (self._text(choice) for choice in self.choices):
+            raise DataError(f"gold {text!r} is none of the choices {', '.join(self.choices)}")
         return text
 
     def _text(self, text: str) -> str:

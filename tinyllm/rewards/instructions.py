@@ -8,6 +8,7 @@ count.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,12 +32,19 @@ COUNTED = {
     "num_highlights": r"(?:highlighted sections?|highlights?|sections?)",
 }
 """Arguments that a prompt states in words: where it names a number of these, the argument must be one of them."""
-_NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_NUMBER_WORDS = {word: number for number, word in enumerate(_WORDS)}
+_NUMBER_WORDS |= {"fifteen": 15, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "hundred": 100}
 _COUNT = rf"([0-9]+|{'|'.join(_NUMBER_WORDS)})"
 _RELATIONS = {
-    "at least": r"at least|no fewer than|minimum of",
-    "less than": r"less than|fewer than|at most|no more than|up to|under",
+    "at least": (r"(?:at least|no fewer than|no less than|(?:a )?minimum of)", r"(?:\+|or more)", r"or more|minimum"),
+    "less than": (
+        r"(?:less than|fewer than|at most|no more than|up to|under)",
+        r"or (?:less|fewer)",
+        r"or less|maximum",
+    ),
 }
+"""How prompts write a relation: before the number, after it, after the noun."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +76,20 @@ class InstructionVerifier(Verifier):
         found = []
         for entry in self._entries(row):
             name, arguments = entry.get("id"), entry.get("kwargs") or {}
-            if name not in REGISTRY:
+            if not isinstance(arguments, Mapping):
+                raise DataError(f"constraint {name!r} has kwargs {arguments!r:.60}, not an object")
+            if not isinstance(name, str) or name not in REGISTRY:
                 raise DataError(f"constraint {name!r} is unknown; known are {', '.join(sorted(REGISTRY))}")
             constraint = REGISTRY[name]
             values = _arguments(name, constraint, arguments)
             _agree(name, values, row.get("prompt"))
-            found.append((name, constraint.build(**values)))
+            found.append((name, values, constraint.build(**values)))
         if not found:
             raise DataError(f"the row has no constraints in column {self.constraints!r}")
-        return found
+        for (name, values, _), (other, more, _) in itertools.combinations(found, 2):
+            if _exclude(name, values, other, more) or _exclude(other, more, name, values):
+                raise DataError(f"constraints {name!r} and {other!r} contradict each other")
+        return [(name, check) for name, _, check in found]
 
     def _entries(self, row: Row) -> list[Mapping[str, Any]]:
         entries = row.get(self.constraints)
@@ -114,6 +127,23 @@ def _arguments(name: str, constraint: Constraint, given: Mapping[str, Any]) -> d
     return values
 
 
+def _exclude(name: str, values: Mapping[str, Any], other: str, more: Mapping[str, Any]) -> bool:
+    """Whether no text can follow both constraints."""
+    if (name, other) == ("change_case:english_lowercase", "change_case:english_capital"):
+        return True
+    if (name, other) == ("keywords:existence", "keywords:forbidden_words"):
+        banned = {word.casefold() for word in more["forbidden_words"]}
+        return any(word.casefold() in banned for word in values["keywords"])
+    if name != other:
+        return False
+    relation = next((key for key in values if key.endswith("relation")), "")
+    count = next((key for key in values if key.endswith("frequency") or key.startswith("num_")), "")
+    if not relation or any(values[key] != more[key] for key in values.keys() - {relation, count}):
+        return False
+    opposite = (values[relation], more[relation]) == ("at least", "less than")
+    return bool(opposite and values[count] >= more[count])
+
+
 def _agree(name: str, values: Mapping[str, Any], prompt: Any) -> None:
     """Raises DataError when the prompt names a number (and relation) of the same thing, and the argument is another."""
     if isinstance(prompt, list):
@@ -124,13 +154,10 @@ def _agree(name: str, values: Mapping[str, Any], prompt: Any) -> None:
         if key not in COUNTED or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         relation = values.get("relation", "")
-        before = _RELATIONS.get(relation, "")
-        stated = re.findall(
-            rf"\b(?:{before})\s+{_COUNT}\s+{COUNTED[key]}\b" if before else rf"\b{_COUNT}\s+{COUNTED[key]}\b",
-            prompt,
-            re.I,
-        )
-        numbers = {int(word) if word.isdigit() else _NUMBER_WORDS.index(word.lower()) for word in stated}
+        numbers = _stated(prompt, relation, COUNTED[key])
+        opposite = {"at least": "less than", "less than": "at least"}.get(relation, "")
+        if opposite and not numbers and value in _stated(prompt, opposite, COUNTED[key]):
+            raise DataError(f"constraint {name!r} says {relation} {value}, but the prompt says {opposite} {value}")
         bounds = {number + 1 for number in numbers} if relation == "less than" else set()  # "at most 9" is less than 10
         if numbers and value not in numbers | bounds:
             raise DataError(
@@ -138,3 +165,16 @@ def _agree(name: str, values: Mapping[str, Any], prompt: Any) -> None:
                     "  ", " "
                 )
             )
+
+
+def _stated(prompt: str, relation: str, noun: str) -> set[int]:
+    """The numbers of a noun that a prompt names with this relation (with none, when it is "")."""
+    if relation:
+        before, after, behind = _RELATIONS[relation]
+        pattern = (
+            rf"\b{before}\s+{_COUNT}\s+{noun}\b|\b{_COUNT}\s*{after}\s+{noun}\b|\b{_COUNT}\s+{noun}\s+(?:{behind})\b"
+        )
+    else:
+        pattern = rf"\b{_COUNT}\s+{noun}\b"
+    words = [word for match in re.finditer(pattern, prompt, re.IGNORECASE) for word in match.groups() if word]
+    return {int(word) if word.isdigit() else _NUMBER_WORDS[word.lower()] for word in words}

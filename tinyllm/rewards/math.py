@@ -24,7 +24,7 @@ from tinyllm.rewards.math_compare import EXPRESSIONS, Rules, check_value, same
 from tinyllm.rewards.math_reader import Tree, read
 from tinyllm.rewards.math_tokens import Unreadable
 from tinyllm.rewards.math_value import TooLarge, Undefined
-from tinyllm.rewards.numbers import read_number, stated_number
+from tinyllm.rewards.numbers import read_number, stated_number, taken_back
 
 try:
     import math_verify
@@ -101,6 +101,8 @@ class MathVerifier(Region, Verifier):
             return None, why
         if self.rule == "final":
             spans = math_spans(found)
+            if spans and taken_back(*found.rpartition(spans[-1])[::2]):
+                return None, "the last formula is denied"
             found = spans[-1] if spans else found
         return found.strip().strip("*"), ""
 
@@ -108,7 +110,7 @@ class MathVerifier(Region, Verifier):
         """Free text without marked mathematics: the one number it states, where the gold is a number."""
         stated = (
             stated_number(found)
-            if self.rule == "final" and gold[0] == "num" and not set(found) & set("\\^_$")
+            if self.rule == "final" and gold[0] == "num" and not set(found) & set("\\^_${}")
             else None
         )
         number = read_number(stated) if stated else None

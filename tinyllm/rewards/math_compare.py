@@ -40,7 +40,7 @@ def same(gold: Tree, answer: Tree, rules: Rules) -> bool | None:
     if gold[0] == "rel" or answer[0] == "rel":
         return _same_relation(gold, answer, rules)
     if gold[0] in EXPRESSIONS and answer[0] in EXPRESSIONS:
-        return same_value(gold, answer, rules.tolerance)
+        return same_value(gold, answer, rules.tolerance if _is_decimal(answer) else None)
     if gold[0] != answer[0] or gold[0] in ("text", "base"):
         return gold == answer
     if gold[0] == "union":
@@ -50,9 +50,16 @@ def same(gold: Tree, answer: Tree, rules: Rules) -> bool | None:
         cells = [[cell for row in tree[1:] for cell in row] for tree in (gold, answer)]
         return shapes[0] == shapes[1] and _all(cells[0], cells[1], rules)
     if gold[0] == "ratio":
+        if any(all(exact(part) == 0 for part in tree[1:]) for tree in (gold, answer)):
+            return False  # 0 : 0 is no ratio
         cross = [(("mul", g, answer[1]), ("mul", a, gold[1])) for g, a in zip(gold[2:], answer[2:], strict=False)]
         return len(gold) == len(answer) and all(same_value(left, right) for left, right in cross)
     return gold[1:3] == answer[1:3] and _all(gold[3:], answer[3:], rules)
+
+
+def _is_decimal(tree: Tree) -> bool:
+    """Whether an answer is written as a decimal (or whole) number: only such a one is rounded."""
+    return tree[0] == "num" or (tree[0] == "neg" and tree[1][0] == "num")
 
 
 def items(tree: Tree) -> list[Tree] | None:
@@ -110,11 +117,14 @@ def _unwrapped(tree: Tree, rules: Rules) -> Tree:
     """Percent signs, degrees and waived units as values."""
     if tree[0] != "unit":
         return tree
-    if tree[2] == "%":
+    name = ALIASES.get(tree[2], tree[2])
+    if name == "%":
         return tree[1] if rules.percent_asked else ("div", tree[1], ("num", Fraction(100)))
     if rules.waive_units:
         return tree[1]
-    if tree[2] == "\u00b0" and rules.kind == "angle":
+    if rules.kind == "angle" and name in ("rad", "radians"):
+        return tree[1]
+    if rules.kind == "angle" and name == "\u00b0":
         return ("div", ("mul", tree[1], ("const", "pi")), ("num", Fraction(180)))
     return tree
 
@@ -141,6 +151,8 @@ def _same_relation(gold: Tree, answer: Tree, rules: Rules) -> bool | None:
         spans = [interval(tree) if tree[0] == "rel" else tree for tree in (gold, answer)]
         return None not in spans and same(spans[0], spans[1], rules)  # type: ignore[arg-type]
     relation, value = (gold, answer) if gold[0] == "rel" else (answer, gold)
+    if rules.kind == "equation" and relation is gold:
+        return False
     if set(relation[2::2]) != {"="}:
         return False
     assigned = _assigned(relation)

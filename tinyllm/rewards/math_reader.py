@@ -25,6 +25,7 @@ from fractions import Fraction
 from typing import Any
 
 from tinyllm.rewards.math_tokens import FUNCTIONS, GREEK, Token, Unreadable, number, tokenize
+from tinyllm.rewards.numbers import read_number
 
 Tree = tuple[Any, ...]
 MAX_DEPTH = 100
@@ -39,11 +40,11 @@ _GROUPED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
 
 def read(text: str) -> Tree:
     """The tree of a whole answer. Raises Unreadable."""
-    text = text.strip()
+    text = text.strip().removesuffix("\\")  # half of a "\ " at the end
     while len(text) > 1 and text[-1] == "." and text[-2] != ".":
         text = text[:-1].rstrip()
     text = _dollars(text)
-    if not text:
+    if not text or text.casefold() == "n/a":
         raise Unreadable("empty")
     if re.fullmatch(r"[A-Za-z]+", text) and (len(text) > 3 or text.lower() in WORDS):
         return ("text", text.casefold())
@@ -142,6 +143,8 @@ class _Parser:
             following = self.tokens[self.at + 1] if self.at + 1 < len(self.tokens) else ("op", ",")
             if following == ("op", ",") or following[0] == "text":
                 self.at += 1
+                if read_number(words) is not None:
+                    return self._text(words)
                 if choice:
                     return self.node("sym", choice[1])
                 return self.node("text", words)
@@ -292,6 +295,8 @@ class _Parser:
                     tree = self.node("pow", tree, self._exponent())
             elif self.is_op("!"):
                 self.at += 1
+                if self.is_op("!"):
+                    raise Unreadable("a double factorial")
                 tree = self.node("fact", tree)
             elif self.is_op("degree"):
                 self.at += 1
@@ -302,8 +307,9 @@ class _Parser:
                     raise Unreadable("something stands after a percent sign")
                 tree = self.node("unit", tree, "%")
             elif self.peek()[0] == "text" and self._is_unit(self.peek()[1]):
-                tree = self.node("unit", tree, " ".join(self.peek()[1].split()))
+                name = " ".join(self.peek()[1].split())
                 self.at += 1
+                tree = self.node("unit", tree, name + self._unit_power())
             else:
                 return tree
         raise Unreadable(f"more than {MAX_CHAIN} signs after one atom")
@@ -312,6 +318,17 @@ class _Parser:
     def _is_unit(text: str) -> bool:
         words = text.split()
         return bool(words) and words[0].lower() not in ("and", "or", "for", "where", "with", "if", "when")
+
+    def _unit_power(self) -> str:
+        """The power of a unit: "^2" of cm^2 or cm^{2}."""
+        tokens = [self.peek(ahead) for ahead in range(4)]
+        if tokens[:2] == [("op", "^"), ("op", "{")] and tokens[2][0] == "num" and tokens[3] == ("op", "}"):
+            self.at += 4
+            return f"^{tokens[2][1]}"
+        if tokens[0] == ("op", "^") and tokens[1][0] == "num":
+            self.at += 2
+            return f"^{tokens[1][1]}"
+        return ""
 
     def _exponent(self) -> Tree:
         if self.is_op("{"):
@@ -462,7 +479,11 @@ class _Parser:
                 self.at += 1
                 index = self.sum()
                 self.take("]")
-            return self.node("pow", self.argument(), self.node("div", ("num", Fraction(1)), index))
+            inside = self.argument()
+            odd = index[0] == "num" and index[1].denominator == 1 and index[1] % 2 == 1
+            negative = odd and inside[0] == "neg"  # the cube root of -8 is -2; (-8)^{1/3} is a complex number
+            root = self.node("pow", inside[1] if negative else inside, self.node("div", ("num", Fraction(1)), index))
+            return self.node("neg", root) if negative else root
         if name in ("boxed", "fbox"):
             return self.group()
         if name in FUNCTIONS:
@@ -472,10 +493,15 @@ class _Parser:
         if name in ("emptyset", "varnothing"):
             return self.node("seq", "\\{", "\\}")
         if name == "mathbb":
-            self.take("{")
+            braced = self.is_op("{")
+            self.at += braced
             kind, text = self.peek()
             self.at += 1
-            self.take("}")
+            if braced:
+                self.take("}")
+            if text == "R":
+                infinity = ("const", "infty")
+                return self.node("seq", "(", ")", ("neg", infinity), infinity)
             return self.node("text", f"set {text}")
         if name in GREEK:
             return self._symbol("\\" + name)
@@ -533,6 +559,9 @@ class _Parser:
 
     def _text(self, text: str) -> Tree:
         words = text.strip()
+        value = read_number(words)
+        if value is not None and not value.percent and not value.currency:  # \mathbf{5}
+            return self.node("num", Fraction(value.value))
         if words in ("e", "i"):  # \mathrm{e}
             return self.node("const", words)
         if len(words) == 1 and words.isalpha():
@@ -565,6 +594,10 @@ class _Parser:
         if name not in ("pmatrix", "bmatrix", "matrix", "array", "Bmatrix"):
             raise Unreadable(f"\\begin{{{name}}} is not part of the grammar")
         self.deeper()
+        if name == "array" and self.is_op("{"):  # how its columns are set: {cc}
+            while not self.is_op("}") and self.peek()[0] != "end of text":
+                self.at += 1
+            self.take("}")
         rows: list[list[Tree]] = [[self.sum()]]
         while self.peek()[0] != "end":
             if self.is_op("&"):
@@ -572,6 +605,9 @@ class _Parser:
                 rows[-1].append(self.sum())
             elif self.is_op("row"):
                 self.at += 1
+                if self.is_op("[") and self.peek(1)[0] == "num" and self.peek(2) in (("word", "pt"), ("word", "em")):
+                    self.at += 3  # space between rows
+                    self.take("]")
                 if self.peek()[0] != "end":
                     rows.append([self.sum()])
             else:

@@ -21,7 +21,7 @@ SKIPPED = frozenset(
     "left right big Big bigg Bigg bigl bigr Bigl Bigr , ; : ! quad qquad displaystyle textstyle limits nolimits "
     "medspace "
     "thinspace".split()
-) | {" ", "\n"}
+) | set(" \n()[]")
 TEXTS = frozenset("text mathrm textbf textrm textit mbox mathbf mathit operatorname textnormal mathsf".split())
 OPERATORS = {
     "cdot": "*",
@@ -77,17 +77,24 @@ UNICODE = {
     "\u2264": "<=",
     "\u2265": ">=",
     "\u2260": "!=",
-    "\u222a": "cup",
-    "\u2208": "in",
-    "\u00b0": "degree",
+    "\u222a": "\\cup",
+    "\u2208": "\\in",
+    "\u00b0": "\\degree",
     "\u221e": "\\infty",
     "\u03c0": "\\pi",
     "\u221a": "\\sqrt",
     "\u2044": "/",
+    "\u03b1": "\\alpha",
+    "\u03b2": "\\beta",
+    "\u03b3": "\\gamma",
+    "\u03b8": "\\theta",
+    "\u03bb": "\\lambda",
+    "\u03c6": "\\phi",
+    "\u03c9": "\\omega",
 }
 _TOKEN = re.compile(
     r"(?P<base>[0-9][0-9A-Fa-f]*_(?:\{[0-9]{1,2}\}|[0-9]))(?![0-9])"
-    r"|(?P<repeat>[0-9]*\.[0-9]*\\overline\{[0-9]+\})"
+    r"|(?P<repeat>[0-9]*\.[0-9]*\\(?:overline|bar)\{[0-9]+\})"
     r"|(?P<number>(?:[0-9]{1,3}(?:(?:\{,\}|\\,)[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?P<exp>[eE][+-]?[0-9]+(?![0-9]*[A-Za-z]))?"
     r"|\\(?P<command>[A-Za-z]+|.)"
     r"|(?P<word>[A-Za-z]+)"
@@ -132,7 +139,8 @@ def tokenize(text: str) -> list[Token]:
             tokens.append(("op", match["op"].replace("**", "^")))
         elif command in TEXTS:
             inside, at = _braced(text, at)
-            tokens.append(("cmd", inside) if command == "operatorname" else ("text", inside))
+            kind = "sp" if not inside.strip() else "cmd" if command == "operatorname" else "text"
+            tokens.append((kind, inside))
         elif command in ("begin", "end"):
             inside, at = _braced(text, at)
             tokens.append((command, inside))
@@ -159,7 +167,7 @@ def _braced(text: str, at: int) -> tuple[str, int]:
 def number(text: str) -> Fraction:
     """The exact value of a decimal, its thousands marks taken out. Raises Unreadable past the exponent limit."""
     text = text.replace("{,}", "").replace("\\,", "")
-    plain, _, repeated = text.partition("\\overline")
+    plain, _, repeated = text.replace("\\bar", "\\overline").partition("\\overline")
     if repeated:
         digits = repeated.strip("{}")
         places = len(plain.partition(".")[2])

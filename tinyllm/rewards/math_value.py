@@ -2,11 +2,9 @@
 test.
 
 - Rational expressions are computed exactly. Sizes are checked before each operation: powers, factorials, binomials.
-- Others are compared as numbers of 100 digits (500 when those agree), at fixed points for every symbol: positive,
-  negative
-  and complex. All points must agree, so |x| is not x. Distinct expressions that agree everywhere to 500 digits do not
-  occur
-  by chance.
+- Others are compared as numbers of 100 digits (when those agree, of 500 and more, by how far numbers within them lie
+  from 1), at fixed points for every symbol: positive, negative and complex. All points must agree, so |x| is
+  not x. Distinct expressions that agree everywhere to so many digits do not occur by chance.
 - Where no point can be computed, math-verify is asked (its answer counts only for what our reader has read completely).
 """
 
@@ -30,6 +28,9 @@ MAX_MAGNITUDE = 1_000_000
 MAX_ARGUMENT = 10**400
 """Largest argument of a function: reducing an angle costs its digits."""
 DIGITS = (100, 500)
+SPAN = "span"
+"""Where the points of `samples` keep the largest power of ten (either way) met within an expression; no symbol is
+called so."""
 MAX_DIGITS = 20_000
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
 
@@ -169,6 +170,15 @@ NUMERIC = {
 def numeric(tree: Tree, values: Mapping[str, Any]) -> Any:
     """The value at a point (symbol -> number), an mpmath number of the working precision. Raises TooLarge,
     Undefined."""
+    value = _numeric(tree, values)
+    if not mpmath.isfinite(value):  # log(0)
+        raise Undefined("infinity")
+    if SPAN in values and value:
+        values[SPAN][0] = max(values[SPAN][0], abs(mpmath.mag(value)) * 0.302)
+    return value
+
+
+def _numeric(tree: Tree, values: Mapping[str, Any]) -> Any:
     kind = tree[0]
     if kind == "num":
         return mpmath.mpf(tree[1].numerator) / tree[1].denominator
@@ -222,6 +232,8 @@ def _numeric_func(tree: Tree, values: Mapping[str, Any]) -> Any:
     if name in NUMERIC:
         if name in ("exp", "sinh", "cosh", "tanh") and abs(parts[0]) > 2 * MAX_MAGNITUDE:
             raise TooLarge("an exponential is too large")
+        if name in ("sinh", "cosh", "tanh") and SPAN in values:  # e to twice the argument is within them
+            values[SPAN][0] = max(values[SPAN][0], float(abs(parts[0])))
         if abs(parts[0]) > MAX_ARGUMENT:
             raise TooLarge(f"the argument of {name} is too large")
         return NUMERIC[name](parts[0])
@@ -245,13 +257,16 @@ def symbols(tree: Tree) -> set[str]:
     return found
 
 
-def samples(trees: Sequence[Tree], digits: int) -> Iterator[list[Any]]:
-    """The values of the trees at each point where all of them have one."""
+def samples(trees: Sequence[Tree], digits: int, span: list[float] | None = None) -> Iterator[list[Any]]:
+    """The values of the trees at each point where all of them have one; span[0] becomes the largest power of ten
+    met."""
+    span = [0.0] if span is None else span
     names = sorted(set().union(*map(symbols, trees)))
     for number in range(POINTS if names else 1):
         with mpmath.workdps(digits + 10):
             try:
-                yield [numeric(tree, {name: point(name, number) for name in names}) for tree in trees]
+                values = {name: point(name, number) for name in names} | {SPAN: span}
+                yield [numeric(tree, values) for tree in trees]
             except TooLarge:
                 raise
             except (Undefined, ArithmeticError, ValueError):
@@ -263,7 +278,7 @@ def same_value(left: Tree, right: Tree, tolerance: Fraction | None = None) -> bo
     stated."""
     if left == right:
         return True
-    if "infty" in (left[-1], right[-1]) and (left[0] in ("const", "neg") or right[0] in ("const", "neg")):
+    if _infinite(left) or _infinite(right):
         return False
     values = exact(left), exact(right)
     if None not in values:
@@ -273,15 +288,32 @@ def same_value(left: Tree, right: Tree, tolerance: Fraction | None = None) -> bo
         with mpmath.workdps(DIGITS[0]):
             a, b = next(samples([left, right], DIGITS[0]), (None, None))  # type: ignore[assignment]
             return a is not None and bool(abs(a - b) <= mpmath.mpf(tolerance.numerator) / tolerance.denominator)
-    found = None
-    for digits in (DIGITS[0], min(MAX_DIGITS, DIGITS[1] + 2 * max(_digits(left), _digits(right)))):
-        found = None
-        for a, b in samples([left, right], digits):
-            with mpmath.workdps(digits + 10):
-                scale = max(abs(a), abs(b))
-                if scale and abs(a - b) > scale * mpmath.mpf(10) ** (-digits + 20):
-                    return False
-            found = True
+    span = [0.0]
+    found = _agree(left, right, DIGITS[0], span)
+    if found and span[0] > 40:  # too large or small for those digits to tell
+        found = _agree(left, right, min(MAX_DIGITS, DIGITS[0] + int(span[0]) + 20), span)
+    if not found:
+        return found
+    digits = DIGITS[1] + 2 * max(_digits(left), _digits(right)) + 4 * int(span[0])
+    if digits > MAX_DIGITS:
+        raise TooLarge("a difference may lie below all digits")
+    return _agree(left, right, digits, span)
+
+
+def _infinite(tree: Tree) -> bool:
+    """Whether infinity stands anywhere within an expression: it equals only what is written the same."""
+    return tree == ("const", "infty") or any(_infinite(part) for part in tree[1:] if isinstance(part, tuple) and part)
+
+
+def _agree(left: Tree, right: Tree, digits: int, span: list[float]) -> bool | None:
+    """Whether two expressions agree to so many digits at every point; None when there is no point. Rounding errors are
+    relative to the largest number met within them."""
+    found, bound = None, span[0]
+    for a, b in samples([left, right], digits, span):
+        with mpmath.workdps(digits + 10):
+            if abs(a - b) > mpmath.mpf(10) ** ((bound or span[0]) - digits + 20):
+                return False
+        found = True
     return found
 
 

@@ -8,7 +8,7 @@
     decimal  := (grouped | digits) ['.' digits] [exp] | '.' digits [exp]
     grouped  := 1-3 digits, then groups of exactly 3 after ',' or one thin space (U+2009, U+202F)
     exp      := ('e' | 'E') [sign] digits
-    percent  := '%' | 'percent'                        7% is 7/100
+    percent  := '%' | 'percent'                        7% is 7/100; TeX's \\$ and \\% are $ and %
 
 Digits are ASCII. The whole text must match: there are no fragments. `int`, `float` and `isdigit` are not the grammar.
 """
@@ -29,11 +29,11 @@ CHUNK = 4_000
 _SIGN = "[+\\-\u2212]"
 _GROUPED = "[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:[\u2009\u202f][0-9]{3})+)"
 _NUMBER = re.compile(
-    rf"(?P<sign>{_SIGN})?[ ]?(?P<currency>[$€£])?[ ]?(?P<sign2>{_SIGN})?"
+    rf"(?P<sign>{_SIGN})?[ ]?(?P<currency>\\?[$€£])?[ ]?(?P<sign2>{_SIGN})?"
     rf"(?:(?P<whole>[0-9]+)[ ]+(?P<num>[0-9]+)[ ]?/[ ]?(?P<den>[0-9]+)"
     rf"|(?P<num2>[0-9]+)[ ]?/[ ]?(?P<den2>[0-9]+)"
     rf"|(?:(?P<int>{_GROUPED}|[0-9]+)(?:\.(?P<frac>[0-9]+))?|\.(?P<frac2>[0-9]+))(?:[eE](?P<exp>{_SIGN}?[0-9]+))?)"
-    r"(?P<percent>[ ]?%|[ ]percent)?"
+    r"(?P<percent>[ ]?\\?%|[ ]percent)?"
 )
 _NOT_DIGITS = str.maketrans("", "", ",\u2009\u202f")
 _SMALL = re.compile(r"-?[0-9]{1,15}")
@@ -67,7 +67,9 @@ def read_number(text: str) -> Number | None:
         return None
     if (match["sign"] or match["sign2"] or "+") != "+":
         value = -value
-    return Number(value / 100 if match["percent"] else value, bool(match["percent"]), match["currency"])
+    return Number(
+        value / 100 if match["percent"] else value, bool(match["percent"]), (match["currency"] or "")[-1:] or None
+    )
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -114,12 +116,13 @@ def _numbers(text: str) -> Iterator[str | None]:
     tokens = _TOKEN.findall(text)
     if ":" in text:
         tokens = [piece for token in tokens for piece in _COLON.split(token)]
+    part = -1
     for index in range(len(tokens) - 1, -1, -1):
         token = tokens[index].strip("_").rstrip(_TRAILING)
-        if not token or token[0].isalpha() or not _NUMERIC.search(token):
+        if index == part or not token or token[0].isalpha() or not _NUMERIC.search(token):
             continue
         if "/" in token and index and tokens[index - 1].isdecimal() and f"{tokens[index - 1]} {token}" in text:
-            token = f"{tokens[index - 1]} {token}"
+            token, part = f"{tokens[index - 1]} {token}", index - 1
         elif index + 1 < len(tokens) and tokens[index + 1].rstrip(_TRAILING) in ("%", "percent"):
             token += " percent"
         yield token if read_number(token) else None
@@ -136,8 +139,29 @@ def last_number(text: str) -> str | None:
 
 _HEDGE = re.compile(r"\b(?:or|maybe|perhaps|either|alternatively|possibly)\b", re.IGNORECASE)
 _LIST = re.compile(
-    r"[0-9][.]?[\s*$]*(?:,|;|/|&|\band\b)[\s*$]*(?:and\b)?[\s*$]*[-+\u2212]?[0-9.]*[0-9][.\s*$]*$", re.IGNORECASE
+    r"[0-9][.]?[\s*$]*(?:,|;|\s/\s|&|\||\s|\band\b)[\s*$]*(?:and\b)?[\s*$]*[-+\u2212]?[0-9.]*[0-9][.\s*$]*$",
+    re.IGNORECASE,
 )
+_PART = "[+/\u00d7\u00f7^<>\u2260\u2264\u2265]"
+_DENIED = re.compile(
+    r"(?:\b(?:not|never|nor|neither|minus|negative|anything but|other than|except|cannot be|at least|at most)|n't"
+    r"|\b(?:more|less|fewer|greater) than)(?: be| equal(?: to)?| exactly)?[\s*_$:]*$"
+    rf"|(?:{_PART}|\u221a|(?:[0-9)]|\b[a-z])\s[*-]\s)[\s$]*$",
+    re.IGNORECASE,
+)
+"""Before a number: what denies it, or makes it part of something else."""
+_WITHDRAWN = re.compile(
+    rf"[\s*_$]*(?:\?|{_PART}|\u00b1|\s[*-]\s(?:[0-9(]|[a-z]\b))"
+    r"|[^.!?]*\b(?:is|was|be|seems)(?:n't)? (?:wrong|incorrect|false|not (?:right|correct|it|the answer))\b",
+    re.IGNORECASE,
+)
+"""After a number: likewise."""
+
+
+def taken_back(before: str, after: str) -> bool:
+    """Whether the words around a stated value deny it ("not 72", "72 is wrong"), or make it a part of something else
+    ("x + 6", "more than 6")."""
+    return _DENIED.search(before[-40:]) is not None or _WITHDRAWN.match(after[:100]) is not None
 
 
 def stated_number(text: str) -> str | None:
@@ -147,4 +171,8 @@ def stated_number(text: str) -> str | None:
         return None
     if len(set(found)) > 1 and (_HEDGE.search(text) or _LIST.search(text[-200:])):
         return None
-    return found[0]
+    before, number, after = text.rpartition(found[0].removesuffix(" percent"))
+    if taken_back(before, after):
+        return None
+    marked = number[0] == "$" == after[:1]  # $72$: marks of mathematics, not of money
+    return found[0][1:] if marked else found[0]
