@@ -1,14 +1,63 @@
-"""Intervals for proportions, and the score of an evaluation."""
+"""Uncertainty of evaluations: intervals, paired tests, and how small a difference a suite can show.
+
+Scores lie in [0, 1]; a row is one prompt, its columns the k samples drawn for it. Prompts that are not independent of
+each other (variants of one template, questions about one text) share a cluster; else each prompt is its own.
+
+Legend: n prompts, k samples of each, C clusters, x a score.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import sqrt
+import functools
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb, sqrt
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Matrix = np.ndarray | Sequence[Sequence[float]] | Sequence[float]
+
+Interval = tuple[float, float]
+RESAMPLES = 9999
+"""Of a bootstrap or a permutation test that cannot be exact."""
+_SUBSETS = 2000
+_EXACT_FLIPS = 12
 
 
-def wilson(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95% interval (or that of the level asked for)."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """B against A on the same prompts: the difference of their means, its interval, and tests of "no difference"."""
+
+    difference: Estimate
+    p_value: float
+    """Exact McNemar with one sample per prompt and no clusters, else sign-flip permutation by cluster."""
+    mid_p: float | None
+    """McNemar's mid-p, less conservative; None where McNemar does not apply."""
+    wins: int
+    losses: int
+    """Prompts (or clusters) on which B is better, and worse."""
+
+
+# One model
+
+
+def wilson(successes: float, n: float, level: float = 0.95) -> Interval:
     """Score interval of a proportion: all p with |successes/n - p| <= z sqrt(p (1 - p) / n).
 
     Holds its level for small n and near 0 and 1, where p +- z se does not. Source: Wilson (1927). (0, 1) for n = 0.
@@ -16,11 +65,232 @@ def wilson(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
     assert 0 <= successes <= n and 0 < level < 1, (successes, n, level)
     if n == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf(0.5 + level / 2)
-    p = successes / n
+    return _score_interval(successes / n, n, NormalDist().inv_cdf(0.5 + level / 2))
+
+
+def _score_interval(p: float, n: float, z: float) -> Interval:
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, middle - half) if successes else 0.0, min(1.0, middle + half) if successes < n else 1.0
+    return max(0.0, middle - half) if p > 0 else 0.0, min(1.0, middle + half) if p < 1 else 1.0
+
+
+def clustered_error(scores: Matrix, clusters: Sequence[Hashable] | None = None) -> tuple[float, float, int]:
+    """(mean, its standard error, C), where scores within a cluster may depend on each other.
+
+    se^2 = C / (C - 1) sum_c (sum_{x in c} (x - mean))^2 / N^2 over N scores; NaN for a single cluster.
+    Source: Miller, "Adding error bars to evals", arXiv:2411.00640, eq. 4, with the correction for few clusters.
+    """
+    values, labels = _checked(scores, clusters)
+    mean = float(values.mean())
+    sums = _cluster_sums(values - mean, labels)
+    count = len(sums)
+    error = sqrt(count / (count - 1) * float((sums**2).sum())) / values.size if count > 1 else float("nan")
+    return mean, error, count
+
+
+def accuracy(scores: Matrix, clusters: Sequence[Hashable] | None = None, level: float = 0.95) -> Estimate:
+    """Mean score with its interval.
+
+    Wilson's interval for the number of independent scores that would have the clustered standard error,
+    mean (1 - mean) / se^2, with the t quantile of C - 1 degrees of freedom. Where the scores of every cluster agree
+    with each other (one sample per prompt, for one), and where all clusters do, it is Wilson's interval on clusters:
+    never of width zero, never outside [0, 1].
+    """
+    import numpy as np
+
+    values, labels = _checked(scores, clusters)
+    mean, error, count = clustered_error(scores, clusters)
+    sums, sizes = _cluster_sums(values, labels), np.bincount(labels) * values.shape[1]
+    unanimous = len(set(sizes)) == 1 and bool(((sums == 0) | (sums == sizes)).all())
+    if unanimous or (error < 1e-12 and count > 1):
+        return Estimate(mean, *_score_interval(mean, count, NormalDist().inv_cdf(0.5 + level / 2)))
+    if count < 2:
+        return Estimate(mean, 0.0, 1.0)
+    return Estimate(mean, *_score_interval(mean, mean * (1 - mean) / error**2, _t_quantile(level, count - 1)))
+
+
+def cluster_bootstrap(
+    scores: Matrix, clusters: Sequence[Hashable] | None = None, level: float = 0.95, seed: int = 0
+) -> Interval:
+    """Percentile interval of the mean over RESAMPLES draws of C whole clusters: a check on `accuracy`.
+
+    Source: Cameron, Gelbach, Miller (2008), section II.
+    """
+    import numpy as np
+
+    values, labels = _checked(scores, clusters)
+    sums, sizes = _cluster_sums(values, labels), _cluster_sums(np.ones_like(values), labels)
+    drawn = np.random.default_rng(seed).integers(0, len(sums), (RESAMPLES, len(sums)))
+    low, high = np.quantile(sums[drawn].sum(1) / sizes[drawn].sum(1), [0.5 - level / 2, 0.5 + level / 2])
+    return float(low), float(high)
+
+
+def pass_at_k(correct: int, n: int, k: int) -> float:
+    """Unbiased chance that at least one of k samples is right, from `correct` right ones of n >= k.
+
+    1 - C(n - correct, k) / C(n, k). Source: Chen et al., arXiv:2107.03374, eq. 1.
+    """
+    assert 0 <= correct <= n and 1 <= k <= n, (correct, n, k)
+    return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int, seed: int = 0) -> float:
+    """Unbiased chance that the most frequent answer of k samples is right, from n >= k samples of one prompt.
+
+    The mean over all subsets of k (over 2,000 random ones where there are more). Samples without an answer (None) have
+    no vote; of answers with equally many votes each is chosen with equal chance. Source: Wang et al., arXiv:2203.11171.
+    """
+    import random
+
+    n = len(answers)
+    assert len(right) == n and 1 <= k <= n, (n, len(right), k)
+    if comb(n, k) <= _SUBSETS:
+        subsets: Any = itertools.combinations(range(n), k)
+    else:
+        generator = random.Random(seed)
+        subsets = (generator.sample(range(n), k) for _ in range(_SUBSETS))
+    chances = []
+    for subset in subsets:
+        votes: dict[Hashable, int] = {}
+        for i in subset:
+            if answers[i] is not None:
+                votes[answers[i]] = votes.get(answers[i], 0) + 1
+        most = max(votes.values(), default=0)
+        leading = [a for a, count in votes.items() if count == most]
+        good = {answers[i] for i in subset if right[i]}
+        chances.append(sum(a in good for a in leading) / len(leading) if leading else 0.0)
+    return sum(chances) / len(chances)
+
+
+# Two models on the same prompts
+
+
+def compare(
+    a: Matrix, b: Matrix, clusters: Sequence[Hashable] | None = None, level: float = 0.95, seed: int = 0
+) -> Comparison:
+    """How much better B is than A, prompt by prompt.
+
+    The interval is that of the mean of the clusters' differences with two more clusters added, one all for B and one
+    all for A, and the t quantile: never of zero width. With one sample of 0 or 1 per prompt this is Bonett and Price
+    (2012), whose coverage is near its level from few prompts on.
+    """
+    import numpy as np
+
+    (first, labels), (second, _) = _checked(a, clusters), _checked(b, clusters)
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} and {len(second)} prompts: a paired comparison needs the same ones")
+    means = second.mean(1) - first.mean(1)
+    sums, sizes = _cluster_sums(means[:, None], labels), _cluster_sums(np.ones((len(means), 1)), labels)
+    count, size = len(sums), float(sizes.mean())
+    more = np.concatenate([sums, [size, -size]])
+    weights = np.concatenate([sizes, [size, size]])
+    middle = float(more.sum() / weights.sum())
+    error = sqrt(float(((more - middle * weights) ** 2).sum())) / float(weights.sum())
+    half = error * _t_quantile(level, count + 1)
+    difference = Estimate(float(means.mean()), max(-1.0, middle - half), min(1.0, middle + half))
+    wins, losses = int((sums > 0).sum()), int((sums < 0).sum())
+    single = first.shape[1] == second.shape[1] == 1 and clusters is None
+    if single and set(first.ravel().tolist()) | set(second.ravel().tolist()) <= {0.0, 1.0}:
+        return Comparison(difference, *mcnemar(wins, losses), wins, losses)
+    return Comparison(difference, sign_flip(sums, seed), None, wins, losses)
+
+
+def mcnemar(wins: int, losses: int) -> tuple[float, float]:
+    """(exact, mid-p) two-sided p-values of "a prompt on which A and B differ is won by either with chance 1/2".
+
+    exact = 2 P(X <= min) for X binomial(wins + losses, 1/2), at most 1; mid-p counts P(X = min) by half on each side.
+    Source: Fagerland, Lydersen, Laake (2013), sections 3.3 and 3.4.
+    """
+    from scipy.stats import binom, binomtest
+
+    n, least = wins + losses, min(wins, losses)
+    if n == 0:
+        return 1.0, 1.0
+    exact = float(binomtest(least, n, 0.5).pvalue)
+    return exact, min(1.0, 2 * float(binom.cdf(least, n, 0.5)) - float(binom.pmf(least, n, 0.5)))
+
+
+def sign_flip(differences: Sequence[float] | np.ndarray, seed: int = 0) -> float:
+    """Two-sided p-value of "each cluster's difference is as likely as its negative", for the sum of differences.
+
+    All 2^C sign patterns where C <= 12, else RESAMPLES random ones, the observed pattern counted among them, so the
+    test never rejects more often than its level. Source: Phipson, Smyth (2010).
+    """
+    import numpy as np
+
+    moved = np.asarray([d for d in differences if d != 0.0], dtype=np.float64)
+    if not len(moved):
+        return 1.0
+    observed = abs(moved.sum()) - 1e-9 * np.abs(moved).sum()
+    if len(moved) <= _EXACT_FLIPS:
+        signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(moved))))
+        return float((np.abs(signs @ moved) >= observed).mean())
+    generator, extreme = np.random.default_rng(seed), 1
+    for part in np.array_split(np.arange(RESAMPLES), -(-RESAMPLES * len(moved) // 2_000_000)):
+        signs = generator.integers(0, 2, (len(part), len(moved))) * 2.0 - 1.0
+        extreme += int((np.abs(signs @ moved) >= observed).sum())
+    return extreme / (RESAMPLES + 1)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted so that the chance of any false rejection among them keeps its level. Source: Holm (1979)."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def verdict(comparison: Comparison, names: tuple[str, str], detectable: float, level: float = 0.95) -> str:
+    """The comparison in a plain sentence; `detectable` is the smallest difference the suite can show."""
+    d = comparison.difference
+    if comparison.p_value <= 1 - level:
+        better = names[1] if d.value > 0 else names[0]
+        low, high = (d.low, d.high) if d.value > 0 else (-d.high, -d.low)
+        return f"{better} is better by {100 * abs(d.value):.1f} points [{100 * low:.1f}, {100 * high:.1f}]"
+    return (
+        f"no difference between {names[0]} and {names[1]} shown ({100 * d.value:+.1f} points "
+        f"[{100 * d.low:.1f}, {100 * d.high:.1f}]); this suite can detect {100 * detectable:.0f} points"
+    )
+
+
+# Before any compute is spent
+
+
+def detectable_difference(
+    prompts: int, discordance: float = 0.3, samples: int = 1, level: float = 0.95, power: float = 0.8
+) -> float:
+    """The smallest true difference of two models that a paired test shows with the given power.
+
+    delta = K sqrt(s / (n + K^2)), K = z_level + z_power, where s is the chance that single samples of the two models
+    differ on a prompt (discordance), and s - delta^2 the variance of the difference; k samples divide the part of it
+    that comes from sampling, taken as half, by k. Source: Connor (1987), eq. 3, for k = 1. At most 1.
+    """
+    assert prompts >= 1 and 0 < discordance <= 1 and samples >= 1, (prompts, discordance, samples)
+    k2 = _power_factor(level, power) ** 2
+    return min(1.0, sqrt(k2 * _spread(discordance, samples) / (prompts + k2)))
+
+
+def prompts_needed(
+    difference: float, discordance: float = 0.3, samples: int = 1, level: float = 0.95, power: float = 0.8
+) -> int:
+    """How many prompts a paired test needs to show a true difference: the inverse of detectable_difference."""
+    assert 0 < difference <= 1 and 0 < discordance <= 1 and samples >= 1, (difference, discordance, samples)
+    k2 = _power_factor(level, power) ** 2
+    needed = k2 * (_spread(discordance, samples) / difference**2 - 1)
+    return max(1, int(-(-needed // 1)))
+
+
+def _spread(discordance: float, samples: int) -> float:
+    return discordance * (0.5 + 0.5 / samples)
+
+
+def _power_factor(level: float, power: float) -> float:
+    return NormalDist().inv_cdf(0.5 + level / 2) + NormalDist().inv_cdf(power)
+
+
+# Shared
 
 
 def held_out_score(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
@@ -33,3 +303,34 @@ def held_out_score(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
     if row.get("correct") is None:
         return row["reward_mean"], row["reward_mean"], row["reward_mean"]
     return row["correct"] / row["prompts"], *wilson(row["correct"], row["prompts"])
+
+
+def _checked(scores: Matrix, clusters: Sequence[Hashable] | None) -> tuple[np.ndarray, np.ndarray]:
+    """scores as [n, k] fp64 and the cluster number of each row. Raises ValueError."""
+    import numpy as np
+
+    values = np.asarray(scores, dtype=np.float64)
+    values = values[:, None] if values.ndim == 1 else values
+    if values.ndim != 2 or not values.size:
+        raise ValueError(f"scores of shape {values.shape}: give one row per prompt and one column per sample")
+    if not ((values >= 0) & (values <= 1)).all():
+        raise ValueError("a score is outside [0, 1] or not a number; leave unscored samples out")
+    if clusters is None:
+        return values, np.arange(len(values))
+    if len(clusters) != len(values):
+        raise ValueError(f"{len(clusters)} cluster labels for {len(values)} prompts")
+    numbers: dict[Hashable, int] = {}
+    return values, np.array([numbers.setdefault(label, len(numbers)) for label in clusters])
+
+
+def _cluster_sums(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return np.bincount(labels, weights=values.sum(1))
+
+
+@functools.cache
+def _t_quantile(level: float, degrees: int) -> float:
+    from scipy.stats import t
+
+    return float(t.ppf(0.5 + level / 2, degrees))
