@@ -178,6 +178,7 @@ def paired(generator, n, p, gain, samples, correlation):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 4])
 def test_no_test_rejects_more_often_than_its_level(samples):
     generator, reps = np.random.default_rng(6), 400
@@ -190,6 +191,7 @@ def test_no_test_rejects_more_often_than_its_level(samples):
         assert rate <= level + 3 * math.sqrt(level * (1 - level) / len(p_values)), (level, rate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 4])
 def test_coverage_of_differences(samples):
     generator, reps, hits, count = np.random.default_rng(7), 250, 0, 0
