@@ -97,7 +97,7 @@ def test_overrides(words, name, value):
         ("steps 5", ["'steps'", "--name value"]),
         ("--data x.jsonl --dataset y", ["data.file", "data.dataset"]),
         ("--weights 1,2 --reward a:b", ["reward.weights", "1 in all"]),
-        ("--warmup_steps 50", ["optimizer.warmup_steps", "train.steps = 30"]),
+        ("--warmup_steps 50", ["optimizer.warmup_steps", "train.steps = 24"]),
         ("--trackers mlflow", ["run.trackers", "tensorboard|wandb|trackio"]),
     ],
 )

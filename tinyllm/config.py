@@ -138,7 +138,7 @@ class OptimizerConfig:
     """How weights are updated."""
 
     name: Literal["adamw", "sgd"] = opt("adamw", "the optimizer")
-    lr: float = opt(1e-5, "learning rate, at its peak", ge=0)
+    lr: float = opt(2e-5, "learning rate, at its peak", ge=0)
     betas: tuple[float, float] = opt((0.9, 0.95), "AdamW: decay of the mean of gradients and of squares", ge=0, lt=1)
     eps: float = opt(1e-8, "AdamW: added to the denominator", gt=0)
     weight_decay: float = opt(0.0, "decoupled decay of weights per unit of learning rate", ge=0)
@@ -153,7 +153,7 @@ class OptimizerConfig:
 class TrainConfig:
     """How much is trained, in which portions."""
 
-    steps: int = opt(30, "batches of rollouts to train on", ge=0)
+    steps: int = opt(24, "batches of rollouts to train on", ge=0)
     prompts_per_step: int = opt(16, "prompts in a batch; each gets group_size completions", ge=1)
     updates_per_batch: int = opt(1, "optimizer updates on each batch, each over all of it", ge=1)
     tokens_per_microbatch: int = opt(1024, "distinct tokens in one forward and backward pass; bounds memory", ge=1)
@@ -171,7 +171,7 @@ class TrainConfig:
 class EvalConfig:
     """Accuracy on held-out prompts (greedy)."""
 
-    every: int = opt(10, "steps between evaluations; 0 = only before and after", ge=0)
+    every: int = opt(8, "steps between evaluations; 0 = only before and after", ge=0)
     prompts: int = opt(0, "held-out prompts to use; 0 = all", ge=0)
 
 
