@@ -92,6 +92,9 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         (["grpo", "--config", "nowhere.toml"], "--config nowhere.toml: No such file or directory; give a TOML file"),
         (["grpo", "--config"], "--config needs a path"),
         (["grpo", "--resume", "x", "--steps", "3"], "leave out the other options"),
+        (["grpo", "--resume", ""], "--resume needs a path, got an empty one"),
+        (["grpo", "--config="], "--config needs a path, got an empty one"),
+        (["replay", "nowhere", "--steps", "²:3"], "--steps ²:3: write the first and the last step"),
         (["show", "nowhere"], "nowhere: no run here"),
         (["show"], "tinyllm show: the following arguments are required: run"),
         (["diff", "a"], "required: second"),
@@ -375,3 +378,10 @@ def test_output_into_a_closed_pipe_is_no_error():
     line = f"{sys.executable} -m tinyllm.cli grpo --help | true; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_report_without_metrics_says_so(tmp_path, capsys):
+    with RunDir.create(tmp_path / "run", manifest()):
+        pass
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert "metrics.jsonl is missing or empty, so there is nothing to draw" in capsys.readouterr().err

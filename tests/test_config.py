@@ -154,7 +154,7 @@ text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=20)
 
 
 @settings(deadline=None)
-@given(text, st.dictionaries(text, text, max_size=3), st.lists(text, max_size=3), st.floats(1e-300, 1e300))
+@given(text, st.dictionaries(text, text, max_size=3), st.lists(text.filter(bool), max_size=3), st.floats(1e-300, 1e300))
 def test_round_trip_is_exact(words, columns, stops, lr):
     config = make_config(
         data={"system_prompt": words, "columns": columns},
@@ -215,3 +215,37 @@ def test_choices_are_those_of_the_objective():
         elif section == "objective" and leaf in _CHOICES:
             literal = next(part for part in (option.type, *get_args(option.type)) if get_origin(part) is Literal)
             assert set(get_args(literal)) == set(_CHOICES[leaf]) - {"k1"}
+
+
+@pytest.mark.parametrize("name", ["model", "data", "data.held_out", "run.dir", "reference"])
+def test_an_empty_value_is_never_taken_for_not_set(name):
+    """As from an unset variable of the shell: --data "$FILE" must not train on another task."""
+    for make in (lambda: overlay(GRPOConfig(), parse_overrides([f"--{name}", ""])), lambda: make_config(**{name: ""})):
+        with pytest.raises(ConfigError, match="must not be empty; give a value or leave it out"):
+            make()
+
+
+def test_an_empty_stop_string_is_refused_and_an_empty_system_prompt_is_one():
+    with pytest.raises(ConfigError, match='sampling.stop_strings = "": must not be empty'):
+        make_config(sampling={"stop_strings": ["a", ""]})
+    assert from_words("--seed 1").data.system_prompt is None
+    assert make_config(system_prompt="").data.system_prompt == ""
+
+
+def test_bytes_that_are_no_text_are_refused():
+    with pytest.raises(ConfigError, match="run.dir = 'o.udcff': has bytes that are not UTF-8"):
+        make_config(run={"dir": "o\udcff"})
+
+
+def test_a_file_of_another_kind_is_not_looked_up_as_a_dataset(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt")
+    config = make_config(data=str(tmp_path / "rows.csv"))
+    assert config.data.file and config.data.dataset is None
+    assert make_config(data="openai/gsm8k").data.dataset == "openai/gsm8k"
+
+
+def test_toml_of_other_editors(tmp_path):
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 7\r\n")
+    assert load_toml(tmp_path / "a.toml").train.steps == 7
+    with pytest.raises(ConfigError, match="x.toml: not valid TOML: .*digits"):
+        from_toml("seed = " + "9" * 5000, where="x.toml")

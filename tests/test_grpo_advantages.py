@@ -158,3 +158,15 @@ def test_a_group_sums_to_zero_and_no_member_exceeds_the_bound(rows):
             scored = sum(1 for r, g in rows if g == group and r == r)
             assert abs(sum(members)) < close
             assert all(abs(x) <= math.sqrt(max(scored - 1, 0)) + close for x in members)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool])
+def test_whole_number_rewards_do_not_cut_the_advantages(dtype):
+    found = group_advantages(torch.tensor([1, 0, 0, 0]).to(dtype), torch.zeros(4, dtype=torch.int64))
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx([1.7321, -0.5774, -0.5774, -0.5774], abs=1e-4)
+
+
+def test_an_advantage_beyond_its_type_is_an_error_not_infinity():
+    with pytest.raises(RewardError, match="60000 do not fit torch.float16: scale them"):
+        advantages([60000.0, -60000.0], dtype=torch.float16, baseline="leave_one_out", scale="none")

@@ -3,12 +3,15 @@
 import math
 import random
 from dataclasses import replace
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from tinyllm.errors import EngineError, RewardError
 from tinyllm.post.grpo import collect_groups
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams, Verdict
+from tinyllm.rollouts import read_table, write_table
 
 EOS = 3
 PARAMS = SamplingParams(max_new_tokens=4, n=4, stop_token_ids=(EOS,))
@@ -197,3 +200,44 @@ def test_an_unscored_verdict_is_kept_with_its_reason():
     groups = collect_groups(Script(), prompts(1), PARAMS, lambda p, c: [Verdict(None, reason="timed out")] * 4)
     assert [r.verdict.reason for r in groups[0].rollouts] == ["timed out"] * 4
     assert all(math.isnan(r.reward) for r in groups[0].rollouts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"finish_reason": "abort"}, "finish reason 'abort'"),
+        ({"finish_reason": None}, "finish reason None"),
+        ({"token_ids": (None, EOS)}, "id of token 0 is None"),
+        ({"token_ids": (-1, EOS)}, "id of token 0 is -1"),
+        ({"token_ids": (0.5, EOS)}, "id of token 0 is 0.5"),
+        ({"token_ids": (2**40, EOS)}, f"id of token 0 is {2**40}"),
+        ({"logprobs": (-1.0, "-1.0")}, "log-probability of token 1 is '-1.0'"),
+    ],
+)
+def test_what_no_sampler_means_to_return_is_a_failure_with_its_reason(changes, reason):
+    groups = collect_groups(Script(one_bad(**changes)), prompts(2), PARAMS, Verifier())
+    bad = groups[1].rollouts[1]
+    assert bad.completion.finish_reason == "error" and bad.completion.token_ids == ()
+    assert bad.verdict.value is None and reason in bad.verdict.reason
+    assert sum(r.verdict.value is None for g in groups for r in g.rollouts) == 1
+
+
+def test_one_wild_reward_is_unscored_and_the_others_count():
+    def verify(prompts, completions):
+        return [Verdict(1e200 if c.sample == 2 else float(c.sample)) for c in completions]
+
+    (group,) = collect_groups(Script(), prompts(1), PARAMS, verify)
+    assert [r.verdict.value for r in group.rollouts] == [0.0, 1.0, None, 3.0]
+    assert group.rollouts[2].verdict.reason == "reward 1e+200 is beyond 1e+100"
+
+
+@pytest.mark.parametrize("one", [1, True, np.float32(1), np.int64(1), Fraction(1)])
+def test_the_recorded_verdict_is_the_trained_one(one, tmp_path):
+    """Numbers that are not floats, and text that UTF-8 cannot hold, are made plain before they are used."""
+    verdict = Verdict(one, answer="\ud800", parts=(("correct", one),))
+    groups = collect_groups(Script(), prompts(1), PARAMS, lambda p, c: [verdict] * len(c))
+    assert type(groups[0].rollouts[0].reward) is float
+    path = tmp_path / "1.parquet"
+    path.write_bytes(write_table(1, 0, groups))
+    back = read_table(path)
+    assert back.changed == [] and back.groups[0].rollouts == groups[0].rollouts

@@ -469,3 +469,41 @@ def test_one_and_two_threads_give_the_same_bits():
     torch.set_num_threads(threads)
     (loss, grad, stats), (other_loss, other_grad, other_stats) = results
     assert loss == other_loss and torch.equal(grad, other_grad) and stats == other_stats
+
+
+@pytest.mark.parametrize("name", ["logp_old", "logp_ref", "logp_sampler"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 3), (3,)])
+def test_a_log_probability_is_never_spread_over_other_tokens(name, shape):
+    given = {"logp_old": torch.zeros(2, 3), name: torch.zeros(shape)}
+    with pytest.raises(AssertionError, match="does not fit"):
+        clipped_objective(torch.zeros(2, 3), advantages=torch.ones(2), **given)
+
+
+@pytest.mark.parametrize("name", ["logp_old", "advantages", "logp_ref"])
+def test_the_loss_has_the_type_of_the_policy_whatever_is_beside_it(name):
+    given = {"logp_old": torch.zeros(2, 3), "advantages": torch.ones(2), "logp_ref": torch.zeros(2, 3)}
+    given[name] = given[name].double()
+    assert clipped_objective(torch.zeros(2, 3), **given, beta=1.0)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kl_of_narrow_types_is_computed_in_fp32(dtype):
+    for d in (12.0, 20.0, 25.0, 100.0):
+        value = kl_estimate(torch.zeros(1, dtype=dtype), torch.full((1,), d, dtype=dtype))
+        assert value.dtype == torch.float32 and value.isfinite().all()
+    small = torch.tensor([0.01], dtype=dtype)
+    exact = kl_estimate(t([0.0]), small.double())
+    assert kl_estimate(torch.zeros(1, dtype=dtype), small).item() == pytest.approx(exact.item(), rel=1e-3)
+
+
+def test_kl_estimate_refuses_what_it_does_not_know():
+    with pytest.raises(ConfigError, match="kl is 'k4'"):
+        kl_estimate(t([0.0]), t([0.0]), "k4")
+    with pytest.raises(AssertionError, match="reference"):
+        kl_estimate(torch.zeros(2, 3), torch.zeros(3))
+
+
+@pytest.mark.parametrize("length", [0, -1, NAN, math.inf])
+def test_a_constant_length_that_is_no_length_is_refused(length):
+    with pytest.raises(ConfigError, match="at least 1"):
+        step_denominator(torch.ones(2, 3), "constant", length)

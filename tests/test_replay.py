@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinyllm import cli
-from tinyllm.errors import ConfigError
+from tinyllm.errors import ConfigError, RunError
 from tinyllm.files import write_json
 from tinyllm.post import run as runs
 from tinyllm.post.replay import replay
@@ -214,3 +214,29 @@ def test_the_command_says_what_it_found(finished, copied, capsys):
     assert cli.main(["replay", str(copied), "--steps", "x"]) == 2
     assert "--steps" in capsys.readouterr().err
     assert cli.main(["replay", str(copied / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf")])
+def test_a_tolerance_that_is_none_is_refused(finished, tolerance):
+    with pytest.raises(ConfigError, match="--tolerance"):
+        replay(finished, tolerance=tolerance)
+
+
+def test_a_lost_or_damaged_line_of_metrics_is_named(copied):
+    lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
+    place = next(i for i, line in enumerate(lines) if json.loads(line).get("kind") is None and '"step": 2' in line)
+    for instead in ("", '{"step": 2}\n'):
+        (copied / "metrics.jsonl").write_text("".join([*lines[:place], instead, *lines[place + 1 :]]))
+        with pytest.raises(RunError, match="the line of step 2 is missing or damaged"):
+            replay(copied)
+
+
+def test_a_number_that_is_there_only_once_is_outside_every_tolerance(copied):
+    path = copied / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["step"] == 2 and row.get("kind") is None:
+            row["entropy"] = None
+    path.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+    found = replay(copied, tolerance=1e-4).divergence
+    assert found is not None and (found.step, found.where, found.recorded) == (2, "entropy", None)

@@ -391,3 +391,24 @@ def assert_same_training(path: Path, whole: Path) -> None:
     assert [r["hashes"]["weights"] for r in a] == [r["hashes"]["weights"] for r in b]
     a, b = weights(path / "model"), weights(whole / "model")
     assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_lost_line_of_metrics_is_named_and_the_record_gives_it_back(train, no_picture):
+    run = train("run", train={"steps": 3}, run={"checkpoint_every": 1}, eval={"every": 1}).run_dir
+    whole = (run / "metrics.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    for left in ([], lines[:1] + lines[3:]):
+        (run / "metrics.jsonl").write_text("".join(left))
+        with pytest.raises(RunError, match="the line of step 1 is missing"):
+            resume(run, reward=tiny.many_digits)
+    (run / "metrics.jsonl").unlink()
+    shutil.move(run / "checkpoints", run / "aside")  # the remedy it names
+    resume(run, reward=tiny.many_digits)
+    assert (run / "metrics.jsonl").read_text() == whole
+
+
+def test_a_lost_folder_of_rollouts_is_one_line(train, no_picture):
+    run = train("run").run_dir
+    shutil.rmtree(run / "rollouts")
+    with pytest.raises(RunError, match="rollouts: missing"):
+        resume(run, reward=tiny.many_digits)

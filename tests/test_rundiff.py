@@ -102,3 +102,29 @@ def test_the_condition_that_differs_is_named(tmp_path):
     found = compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", config=other))
     assert found.conditions == [("config.seed", 0, 1)]
     assert "  config.seed: 0 | 1" in found.lines()
+
+
+@pytest.mark.parametrize("lost", ["rollouts/000002.parquet", "metrics.jsonl", "a line"])
+def test_a_lost_record_is_a_difference(tmp_path, lost):
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    if lost == "a line":
+        lines = (second.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (second.path / "metrics.jsonl").write_text("".join(lines[:2] + lines[3:]))
+    else:
+        (second.path / lost).unlink()
+    found = compare_runs(first, second)
+    assert not found.equal
+    if lost == "metrics.jsonl":
+        assert found.steps == (3, 0)
+    else:
+        hop = "metrics, line" if lost == "a line" else "record, rollouts"
+        assert str(found.difference) == f"first difference: step 2, hop {hop}\n  there\n  missing"
+
+
+def test_a_step_that_one_run_only_sampled_is_no_difference(tmp_path):
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    lines = (second.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (second.path / "metrics.jsonl").write_text("".join(lines[:-1]))
+    found = compare_runs(first, second)
+    assert found.difference is None and found.steps == (3, 2)
+    assert found.lines()[-1] == f"{first.path} goes on to step 3"

@@ -510,3 +510,29 @@ def test_json_with_checksum(tmp_path):
         read_json(path)
     with pytest.raises(RunError, match="missing"):
         read_json(tmp_path / "y.json")
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"checksum": 1}', "1", "", '"checksum"'])
+def test_a_foreign_manifest_is_one_line(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(RunError, match=r"manifest.json: (damaged|changed)"):
+        RunDir.read(tmp_path)
+
+
+def test_a_manifest_without_or_with_an_unknown_configuration_is_one_line(tmp_path):
+    for config, says in (({}, "no config"), ({"config": {"train": {"stepz": 1}}}, "unknown option 'train.stepz'")):
+        write_json(tmp_path / "manifest.json", config)
+        with pytest.raises(RunError, match=says):
+            RunDir.read(tmp_path)
+
+
+def test_metrics_that_are_no_file_or_have_no_step_are_one_line(tmp_path):
+    with RunDir.create(tmp_path / "run", manifest()) as made:
+        path = made.path / "metrics.jsonl"
+    path.write_text("{}\n")
+    for says in ("line 1: has no step", "Is a directory"):
+        for use in (lambda: RunDir.open(path.parent), lambda: RunDir.read(path.parent).metrics()):
+            with pytest.raises(RunError, match=says):
+                use()
+        path.unlink() if path.is_file() else None
+        path.mkdir(exist_ok=True)

@@ -264,3 +264,10 @@ def test_gsm8k_recipe(tokenizer, tmp_path):
 def test_order_and_split_do_not_depend_on_the_seed(tokenizer, tmp_path):
     config = GRPOConfig(data=DataConfig(file=jsonl(tmp_path, rows(20)), columns=MAP), reward=LAST)
     assert tasks.load(config, tokenizer).hash == tasks.load(replace(config, seed=9), tokenizer).hash
+
+
+def test_half_a_surrogate_pair_in_a_prompt_is_named_with_its_row(tokenizer, tmp_path):
+    for prompt in ("1 \ud800 2", [{"role": "user", "content": "\ud800"}]):
+        path = jsonl(tmp_path, [{"prompt": "a", "answer": "1"}, {"prompt": prompt, "answer": "1"}])
+        with pytest.raises(DataError, match=r"row 2 of rows.jsonl.* has half a surrogate pair \('.ud800'\)"):
+            load(tokenizer, file=path, held_out_fraction=0)

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tinyllm
 from tinyllm import models
 from tinyllm.callbacks import Callback
-from tinyllm.errors import ConfigError, DataError, RewardError, TrainingStopped
+from tinyllm.errors import ConfigError, DataError, RewardError, RunError, TinyLLMError, TrainingStopped
 from tinyllm.post import update
 from tinyllm.post.run import resume
 from tinyllm.rundir import RunDir
@@ -394,3 +394,35 @@ def test_nothing_grows_over_300_steps(home, tmp_path, no_picture):
     quiet = [step for step in range(100, 301) if step % 20 > 10]  # away from checkpoints, which are written beside
     assert max(seen[s][0] for s in quiet if s > 250) - max(seen[s][0] for s in quiet if s < 150) < 5e6
     assert len({seen[s][1:] for s in quiet}) == 1, sorted({seen[s][1:] for s in quiet})
+
+
+def test_a_wild_reward_and_a_metric_that_is_no_number_do_not_end_a_run(train):
+    def reward(completions, log_metric, trainer_state, **_):
+        log_metric("x", float("nan"))
+        log_metric("y", float("nan") if trainer_state.global_step == 1 else 0.5)
+        return [1e200, *many_digits(completions)[1:]]
+
+    result = train("run", reward)
+    rows = metrics(result.run_dir)
+    assert [row["unscored"] for row in rows] == [1, 1, 1]
+    assert all("beyond 1e+100" in reason for row in rows for reason in row["unscored_reasons"])
+    assert [{k.rpartition("/")[2]: v for k, v in row["reward_logged"].items()} for row in rows] == [
+        {},
+        {"y": 0.5},
+        {"y": 0.5},
+    ]
+
+
+@pytest.mark.parametrize("optimizer", [{"lr": 1e38}, {"name": "adamw", "lr": 1e38}, {"lr": 1e30}])
+def test_weights_that_blow_up_are_an_error_and_are_not_saved(train, tmp_path, optimizer):
+    with pytest.raises(TinyLLMError, match=r"not finite.*lower optimizer.lr"):
+        train("run", optimizer=optimizer, train={"steps": 4})
+    assert not (tmp_path / "run" / "model").exists()
+    assert not RunDir.read(tmp_path / "run").checkpoints.steps()
+
+
+def test_a_taken_folder_is_refused_before_anything_is_loaded(train, tmp_path, monkeypatch):
+    train("run")
+    monkeypatch.setattr("tinyllm.post.run.Parts", None)
+    with pytest.raises(RunError, match="already holds a run"):
+        train("run")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import tinyllm
 from tinyllm.clitext import Command, grpo_help, overview, table, width
 from tinyllm.config import GRPOConfig
-from tinyllm.errors import ConfigError, TinyLLMError
+from tinyllm.errors import ConfigError, RunError, TinyLLMError
 from tinyllm.files import FULL
 
 
@@ -140,6 +140,8 @@ def _take(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[s
         if not equals and (not queue or queue[0].startswith("--")):
             raise ConfigError(f"--{name} needs a path")
         found[name] = value if equals else queue.pop(0)
+        if not found[name]:  # as from an unset shell variable; it would mean the current folder
+            raise ConfigError(f"--{name} needs a path, got an empty one")
     return rest, found
 
 
@@ -188,6 +190,8 @@ def _report(words: Sequence[str]) -> int:
     from tinyllm.rundir import RunDir
 
     run = RunDir.read(parser.parse_args(words).run)
+    if not run.metrics():
+        raise RunError(f"{run.path}: metrics.jsonl is missing or empty, so there is nothing to draw")
     from tinyllm.report import write_report
 
     print(write_report(run))
@@ -269,7 +273,7 @@ def _span(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     first, colon, last = text.partition(":")
-    if not first.isdigit() or not (last.isdigit() or not colon):
+    if not first.isdecimal() or not (last.isdecimal() or not colon):
         raise ConfigError(f"--steps {text}: write the first and the last step, as in 3:7")
     return int(first), int(last if colon else first)
 

@@ -57,7 +57,7 @@ def make_config(base: GRPOConfig | None = None, /, **given: Any) -> GRPOConfig:
 def shortcut(name: str, value: Any) -> dict[str, Any]:
     """What the short names stand for; `data` is a file or the name of a dataset by its suffix."""
     if name == "data":
-        is_file = str(value).endswith(DATA_SUFFIXES)
+        is_file = str(value).endswith(DATA_SUFFIXES) or Path(str(value)).is_file()  # reading says what is supported
         return {"data.file": value, "data.dataset": None} if is_file else {"data.file": None, "data.dataset": value}
     return {SHORTCUTS[name]: value}
 
@@ -196,7 +196,7 @@ def from_toml(text: str, base: Any = None, *, where: str = "TOML") -> Any:
     """A configuration from sparse TOML text, laid over `base` (or the defaults). Raises ConfigError naming `where`."""
     try:
         return from_dict(tomllib.loads(text), base)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number with thousands of digits
         raise ConfigError(f"{where}: not valid TOML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
@@ -205,7 +205,7 @@ def from_toml(text: str, base: Any = None, *, where: str = "TOML") -> Any:
 def load_toml(path: str | Path, base: Any = None) -> Any:
     """A configuration from a TOML file. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"--config {path}: {reason}; give a TOML file") from None

@@ -93,7 +93,10 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
     Raises RunError for a broken line that others follow.
     """
-    data = path.read_bytes() if path.exists() else b""
+    try:
+        data = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror}") from None
     rows: list[dict[str, Any]] = []
     good = 0
     lines = data.splitlines(keepends=True)
@@ -134,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise RunError(f"{path}: missing") from None
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise RunError(f"{path}: damaged (not a whole JSON object with a checksum)") from None
     if hash_json(obj) != checksum:
         raise RunError(f"{path}: changed since it was written (its checksum does not hold)")

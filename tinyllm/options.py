@@ -159,6 +159,10 @@ def _check_bounds(option: Option, value: Any) -> None:
     words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{option.name} = {value}: must be a finite number")
+    if isinstance(value, str) and not _is_text(value):
+        raise ConfigError(f"{option.name} = {value!a}: has bytes that are not UTF-8 text; rename or rewrite it")
+    if value == "" and option.name != "data.system_prompt":  # as from an unset shell variable; never "not set"
+        raise ConfigError(f'{option.name} = "": must not be empty; give a value or leave it out')
     for bound, limit in option.bounds.items():
         holds = {"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound]
         if not holds:
@@ -166,6 +170,15 @@ def _check_bounds(option: Option, value: Any) -> None:
                 f"set it to {show_value(option.default)}, the default" if option.default is not None else "leave it out"
             )
             raise ConfigError(f"{option.name} = {show_value(value)}: must be {words[bound]} {limit:g}; {remedy}")
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 can hold it; arguments of the command line may carry other bytes as half surrogate pairs."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def show_value(value: Any) -> str:

@@ -106,6 +106,20 @@ class Verdict:
             assert self.reason, "an unscored verdict names its reason"
         else:
             assert math.isfinite(self.value), f"a verdict's value is finite, got {self.value}"
+        # What is trained on is what the record gives back: 1, True and numpy's numbers are 1.0 there
+        plain = {
+            "value": None if self.value is None else float(self.value),
+            "reason": None if self.reason is None else _recordable(self.reason),
+            "answer": None if self.answer is None else _recordable(self.answer),
+            "parts": tuple((name, float(value)) for name, value in self.parts),
+        }
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+
+
+def _recordable(text: Any) -> str:
+    """Text that UTF-8 can hold: half a surrogate pair (JSON can bring one) is written as its escape."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Comparison:
     conditions: list[tuple[str, Any, Any]]
     difference: Difference | None
     steps: tuple[int, int]
-    """How many steps each run has."""
+    """The last step that each run trained."""
     evaluations: list[Difference] = field(default_factory=list)
 
     @property
@@ -80,23 +80,37 @@ class Comparison:
 def compare_runs(first: RunDir, second: RunDir) -> Comparison:
     """Compare two runs step by step until they part. Raises RunError for a record that cannot be read."""
     conditions = [c for c in compare_manifests(first.manifest, second.manifest) if c[0] not in NO_CONDITION]
-    steps = (len(first.steps()), len(second.steps()))
-    difference = next(_differences(first, second), None)
+    tables = _by_step(first), _by_step(second)
+    steps = _last_trained(tables[0]), _last_trained(tables[1])
+    difference = next(_differences(first, second, tables), None)
     return Comparison((str(first.path), str(second.path)), conditions, difference, steps)
 
 
-def _differences(first: RunDir, second: RunDir) -> Iterator[Difference]:
-    rows = [_by_step(run) for run in (first, second)]
-    for step in sorted({0, *first.steps()} & {0, *second.steps()}):
-        if step in first.steps():
+_Table = dict[tuple[str, int], dict[str, Any]]
+
+
+def _last_trained(table: _Table) -> int:
+    return max((step for kind, step in table if kind == "train"), default=0)
+
+
+def _differences(first: RunDir, second: RunDir, tables: tuple[_Table, _Table]) -> Iterator[Difference]:
+    recorded = set(first.steps()), set(second.steps())
+    common = min(map(_last_trained, tables))
+    for step in sorted({*range(common + 1), *(recorded[0] & recorded[1])}):
+        if 0 < step <= common:  # a step that both trained has its record and its line in both
+            there = [step in steps for steps in recorded], [("train", step) in table for table in tables]
+            for hop, what, has in zip(("record", "metrics"), ("rollouts", "line"), there, strict=True):
+                if not all(has):
+                    yield Difference(step, hop, what, *("there" if x else "missing" for x in has))
+        if step in recorded[0] and step in recorded[1]:
             yield from _compare_rollouts(step, first, second)
         for kind in ("train", "eval"):
-            a, b = (table.get((kind, step)) for table in rows)
+            a, b = (table.get((kind, step)) for table in tables)
             if a is not None and b is not None:
                 yield from _compare_metrics(step, kind, a, b)
 
 
-def _by_step(run: RunDir) -> dict[tuple[str, int], dict[str, Any]]:
+def _by_step(run: RunDir) -> _Table:
     """The lines of metrics by kind and step, with the hashes among the other keys."""
     table = {}
     for row in run.metrics():

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from tinyllm.checkpoint import Checkpoints, log
 from tinyllm.config import GRPOConfig
 from tinyllm.configio import from_dict, to_toml
-from tinyllm.errors import RunError
+from tinyllm.errors import ConfigError, RunError
 from tinyllm.files import (
     Lock,
     append_line,
@@ -65,7 +65,12 @@ class RunDir:
     def __init__(self, path: Path, manifest: dict[str, Any], lock: Lock | None):
         self.path = path
         self.manifest = manifest
-        self.config: GRPOConfig = from_dict(manifest["config"])
+        try:
+            self.config: GRPOConfig = from_dict(manifest["config"])
+        except KeyError:
+            raise RunError(f"{path / MANIFEST}: not the manifest of a run (it has no config)") from None
+        except ConfigError as error:
+            raise RunError(f"{path / MANIFEST}: {error} (is the run of another version of tinyllm?)") from None
         self.checkpoints = Checkpoints(path / "checkpoints")
         self._lock = lock
         self._earlier: dict[tuple[str, int], str] = {}
@@ -75,14 +80,7 @@ class RunDir:
     @classmethod
     def create(cls, path: str | Path, manifest: Mapping[str, Any]) -> RunDir:
         """A new run directory, locked. Raises RunError when it holds a run already or cannot be written."""
-        path = Path(path)
-        with write_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
-        if (path / MANIFEST).exists():
-            raise RunError(f"{path} already holds a run; go on with --resume {path}, or choose another --run.dir")
-        left = {"lock", "config.toml", "rollouts", ".config.toml.tmp", f".{MANIFEST}.tmp"}  # by a crash in here
-        if others := sorted(set(os.listdir(path)) - left):
-            raise RunError(f"{path} holds other files ({others[0]}); choose an empty or new --run.dir")
+        path = cls.require_free(path)
         lock = Lock(path)
         try:
             run = cls(path, dict(manifest), lock)
@@ -96,6 +94,19 @@ class RunDir:
         except BaseException:
             lock.release()
             raise
+
+    @staticmethod
+    def require_free(path: str | Path) -> Path:
+        """Make the folder of a new run. Raises RunError when it holds a run or other files, or cannot be written."""
+        path = Path(path)
+        with write_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+        if (path / MANIFEST).exists():
+            raise RunError(f"{path} already holds a run; go on with --resume {path}, or choose another --run.dir")
+        left = {"lock", "config.toml", "rollouts", ".config.toml.tmp", f".{MANIFEST}.tmp"}  # by a crash in create
+        if others := sorted(set(os.listdir(path)) - left):
+            raise RunError(f"{path} holds other files ({others[0]}); choose an empty or new --run.dir")
+        return path
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
@@ -206,6 +217,12 @@ class RunDir:
         Whatever lies beyond them (an incomplete step, a damaged file and all after it) moves to superseded/.
         """
         self._writable()
+        logged = {row["step"] for row in self.metrics("train")}
+        if missing := [step for step in range(1, after + 1) if step not in logged]:
+            raise RunError(
+                f"{self.path / 'metrics.jsonl'}: the line of step {missing[0]} is missing; restore it from a copy, "
+                "or move checkpoints/ away, so that every step is trained again from the record"
+            )
         good: list[int] = []
         step = after + 1
         while step in self._attempts() and self._is_complete(step):
@@ -225,7 +242,10 @@ class RunDir:
 
     def _attempts(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
-        for name in os.listdir(self.path / "rollouts"):
+        folder = self.path / "rollouts"
+        if not folder.is_dir():
+            raise RunError(f"{folder}: missing; restore it from a copy of the run")
+        for name in os.listdir(folder):
             if match := re.fullmatch(r"(\d+)(?:-(\d+))?\.parquet", name):
                 found.setdefault(int(match[1]), []).append(int(match[2] or 0))
         return {step: sorted(attempts) for step, attempts in found.items()}
@@ -280,7 +300,11 @@ class RunDir:
 
     def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, of one kind if given. Raises RunError for a damaged line."""
-        rows, _ = read_lines(self.path / "metrics.jsonl")
+        path = self.path / "metrics.jsonl"
+        rows, _ = read_lines(path)
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row.get("step"), int):
+                raise RunError(f"{path}, line {number}: has no step; restore the file from a copy")
         return [row for row in rows if kind in (None, row.get("kind", "train"))]
 
     def log_timing(self, timing: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinyllm.errors import EngineError
 from tinyllm.records import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -90,6 +91,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     n, vocabulary = e.shape
     weights = F.pad(e, (0, -vocabulary % _DRAW_BLOCK)).view(n, -1, _DRAW_BLOCK)
     above = weights.sum(-1, dtype=torch.float64).cumsum(-1)  # [n, blocks]
+    _require_finite(above)
     target = _below(uniforms * above[:, -1:], above[:, -1:])
     block = torch.searchsorted(above, target, right=True)  # [n, M]
     before = F.pad(above, (1, 0)).gather(-1, block)
@@ -97,6 +99,15 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     rest = _below((target - before)[..., None], chosen[..., -1:])
     tokens = (block * _DRAW_BLOCK + torch.searchsorted(chosen, rest, right=True)[..., 0]).to(logits.device)
     return tokens, logits.gather(-1, tokens) - lse
+
+
+def _require_finite(x: Tensor) -> None:
+    """Raise EngineError where logits with NaN or infinity left no distribution to draw from."""
+    if not x.isfinite().all():
+        raise EngineError(
+            "the model's logits are not finite, so nothing can be sampled; lower optimizer.lr if training went wrong, "
+            "raise sampling.temperature if it is tiny, or check the model"
+        )
 
 
 def _below(x: Tensor, bound: Tensor) -> Tensor:
@@ -108,4 +119,5 @@ def greedy(logits: Tensor, members: int) -> tuple[Tensor, Tensor]:
     """The most probable token (the first of equals) and its log-probability, repeated for M members: [n, M] each."""
     tokens = logits.argmax(-1, keepdim=True)
     logprobs = logits.gather(-1, tokens) - normalize(logits)[0]
+    _require_finite(logprobs)
     return tokens.expand(-1, members), logprobs.expand(-1, members)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ _CHOICES = {  # the stub has them as Literal types
     "sampler_correction": ("none", "token", "sequence"),
     "sampler_mode": ("truncate", "mask"),
 }
+_LARGEST_REWARD = 1e100  # its square is still a number
 _ABOVE = {"dual_clip": 1.0, "sampler_cap": 0.0}  # other numbers: at least 0
 
 
@@ -89,7 +91,7 @@ def group_advantages(
     assert rewards.ndim == 1 and rewards.shape == group_ids.shape, f"{rewards.shape} rewards, {group_ids.shape} ids"
     # B numbers that come from the host anyway: on the CPU in fp64, the sums are the same on every device
     r = rewards.detach().to("cpu", torch.float64)
-    wild = torch.nonzero(r.abs() > 1e100).flatten().tolist()
+    wild = torch.nonzero(r.abs() > _LARGEST_REWARD).flatten().tolist()
     if wild:
         row = wild[0]
         raise RewardError(f"reward of row {row} is {r[row]:g}: return a finite number, or NaN for an unscored row")
@@ -110,7 +112,11 @@ def group_advantages(
         advantage = advantage / (std + eps)
     # Equal members say nothing, exactly: members are compared, because a computed std of equal numbers is noise
     differ = scored & (of_group(r, "amax") > of_group(r, "amin"))
-    return torch.where(differ, advantage, 0.0).to(rewards)
+    kind = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()  # whole numbers would cut A
+    result = torch.where(differ, advantage, 0.0).to(rewards.device, kind)
+    if not result.isfinite().all():
+        raise RewardError(f"advantages of rewards up to {r.abs().nan_to_num().max():g} do not fit {kind}: scale them")
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ def step_denominator(mask: Tensor, aggregate: str, constant_length: int | None =
         return float((mask if mask.ndim == 2 else mask[:, None]).bool().any(-1).sum())
     if aggregate == "token":
         return float(mask.bool().sum())
-    if constant_length is None or constant_length < 1:
+    if constant_length is None or not 1 <= constant_length < math.inf:
         raise ConfigError(f"constant_length is {constant_length}: aggregate 'constant' needs a length of at least 1")
     return float(len(mask) * constant_length)
 
@@ -235,7 +241,7 @@ def clipped_objective(
     if denominator is None:
         denominator = step_denominator(mask, aggregate, constant_length)
 
-    new, old, A = _read(logp_new, mask), _read(logp_old.detach(), mask), _read(advantages.detach(), mask)
+    new, old, A = _read(logp_new, mask), _read(logp_old.detach(), mask), _read(advantages.detach(), mask, per_row=True)
     log_q = new - old
     if ratio == "sequence":
         log_q = (log_q.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(new)
@@ -255,12 +261,14 @@ def clipped_objective(
             numbers["kl_loss"] = beta * _aggregated(divergence, mask, aggregate, denominator)
             loss = loss + numbers["kl_loss"]
     values = torch.stack([x.detach().to(loss.dtype) for x in numbers.values()]).tolist()  # one copy from the device
-    return loss, ObjectiveStats(**dict(zip(numbers, values, strict=True)))
+    return loss.to(new.dtype), ObjectiveStats(**dict(zip(numbers, values, strict=True)))
 
 
 def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: str = "k3") -> Tensor:
     """Estimate of the KL to the reference per token, d = logp_ref - logp: k1 = -d, k2 = d^2/2, k3 = exp(d) - d - 1."""
-    d = logp_ref - logp
+    _check(kl=kl)
+    assert logp.shape == logp_ref.shape, f"log-probabilities {tuple(logp.shape)}, reference {tuple(logp_ref.shape)}"
+    d = _wide(logp_ref) - _wide(logp)  # fp16 ends at exp(11)
     if kl == "k1":
         return -d
     if kl == "k2":
@@ -302,17 +310,23 @@ def _token_mask(logp: Tensor, mask: Tensor | None) -> Tensor:
     return mask.unsqueeze(-1) if mask.ndim == 1 else mask
 
 
-def _read(x: Tensor, mask: Tensor) -> Tensor:
-    """[B] or [B, T] -> [B, T], at least fp32. What is masked, NaN too, becomes 0 before any arithmetic touches it."""
+def _wide(x: Tensor) -> Tensor:
+    """At least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _read(x: Tensor, mask: Tensor, per_row: bool = False) -> Tensor:
+    """[B, T], or [B] where T is 1 or x has one number per row. What is masked, NaN too, becomes 0 before any use."""
     x = x.unsqueeze(-1) if x.ndim == 1 else x
-    assert x.shape in (mask.shape, (len(mask), 1)), f"{tuple(x.shape)} does not fit {tuple(mask.shape)}"
-    return torch.where(mask, x.to(mask.device, torch.promote_types(x.dtype, torch.float32)), 0.0)
+    fits = x.shape == mask.shape or (per_row and x.shape == (len(mask), 1))
+    assert fits, f"{tuple(x.shape)} does not fit {tuple(mask.shape)}"
+    return torch.where(mask, _wide(x.to(mask.device)), 0.0)
 
 
 def _aggregated(x: Tensor, mask: Tensor, aggregate: str, denominator: float | Tensor) -> Tensor:
     """Tokens to rows, rows to one number, over the step's denominator (0 when nothing is trained: the sum is 0)."""
     n = float(denominator)
-    assert n > 0 or not mask.any(), f"denominator {n} for {int(mask.sum())} trained tokens"
+    assert 0 < n < math.inf or not mask.any(), f"denominator {n} for {int(mask.sum())} trained tokens"
     rows = torch.where(mask, x, 0.0).sum(-1)
     rows = rows / mask.sum(-1).clamp(min=1) if aggregate == "sequence" else rows
     return rows.sum() / (n or 1.0)
@@ -422,11 +436,17 @@ def _fault(c: Completion, params: SamplingParams) -> str | None:
     """Why a completion cannot be trained on, or None."""
     if c.finish_reason == "error":
         return c.error or "the sampler failed without a reason"
-    if not c.token_ids or not c.logprobs or len(c.token_ids) != len(c.logprobs):
-        return f"{len(c.token_ids or ())} token ids with {len(c.logprobs or ())} log-probabilities"
-    for position, logp in enumerate(c.logprobs):
-        if logp is None or not math.isfinite(logp) or logp > 1e-3:  # rounding may leave a certain token above 0
-            return f"log-probability of token {position} is {logp}"
+    if c.finish_reason not in ("stop", "length"):  # such as "abort": cut short by no rule of ours
+        return f"finish reason {c.finish_reason!r}: only 'stop' and 'length' are whole completions"
+    ids, logprobs = (() if x is None else x for x in (c.token_ids, c.logprobs))
+    if len(ids) == 0 or len(ids) != len(logprobs):
+        return f"{len(ids)} token ids with {len(logprobs)} log-probabilities"
+    for position, (token, logp) in enumerate(zip(ids, logprobs, strict=True)):
+        if not isinstance(token, Integral) or not 0 <= token < 2**31:
+            return f"id of token {position} is {token!r}"
+        # Rounding may leave a certain token above 0
+        if not isinstance(logp, Real) or not math.isfinite(logp) or logp > 1e-3:
+            return f"log-probability of token {position} is {logp!r}"
     if len(c.token_ids) > params.max_new_tokens:
         return f"{len(c.token_ids)} tokens, but max_new_tokens is {params.max_new_tokens}"
     only_tokens_stop = params.stop_token_ids and not params.stop_strings
@@ -446,10 +466,17 @@ def _judge(verify: Verify, prompts: list[Prompt], completions: list[Completion])
     except Exception as error:  # noqa: BLE001 - not hidden: the recorded reason of every rollout it leaves unscored
         reason = f"verifier raised {type(error).__name__}: {' '.join(str(error).split())}"
         return [Verdict(None, reason=reason)] * len(completions)
-    count = len(verdicts) if isinstance(verdicts, Sequence) else 0
+    count = len(verdicts) if isinstance(verdicts, Sequence) else None
     if count != len(completions) or not all(isinstance(v, Verdict) for v in verdicts):
-        what = f"{count} verdicts" if count != len(completions) else "something other than verdicts"
+        what = f"{count} verdicts" if count not in (None, len(completions)) else "something other than verdicts"
         raise RewardError(
             f"the verifier returned {what} for {len(completions)} completions: return one Verdict for each"
         )
-    return verdicts
+    return [_bounded(v) for v in verdicts]
+
+
+def _bounded(v: Verdict) -> Verdict:
+    """A value that group_advantages would refuse is unscored, so that one wild reward does not end a run."""
+    if v.value is None or abs(v.value) <= _LARGEST_REWARD:
+        return v
+    return replace(v, value=None, reason=f"reward {v.value:g} is beyond {_LARGEST_REWARD:g}")

@@ -74,12 +74,13 @@ def group_advantages(
         A_i = (r_i - b_i) / (std + eps)     b_i: mean of the group, or of the others (leave_one_out)
 
     rewards [B] float; group_ids [B] integers, any values in any order: groups are cut by id, never by position.
-    Returns A [B] in the rewards' type and on their device, without gradient.
+    Returns A [B] in the rewards' type (fp32 when that is whole numbers) and on their device, without gradient.
     std is the population one (divided by G), of the whole group with either baseline; scale "none" leaves it out.
     With the mean baseline the advantages of a group add up to 0, and |A| is at most sqrt(G - 1).
     A group whose members are all equal gives exactly 0, and so does a group of one: nothing is learned from it.
     NaN marks an unscored (or excluded) rollout: it is left out of mean and std, and its advantage is 0.
-    Raises RewardError naming the row for inf (or beyond 1e100), ConfigError for an unknown axis value or eps < 0.
+    Raises RewardError naming the row for inf (or beyond 1e100), and where A is beyond the rewards' type; ConfigError
+    for an unknown axis value or eps < 0.
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; scale "none": Dr. GRPO, arXiv:2503.20783, section 3.
     """
 
@@ -227,7 +228,8 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: _KL = "k3") -> Tensor:
                               KL(policy || ref)
         k1 = -d               unbiased, either sign; as a loss its on-policy gradient is 0 in expectation: refused there
 
-    Shapes and type are those of the arguments; differentiable in logp.
+    Arguments and result have one shape; the result is at least fp32. Differentiable in logp. Raises ConfigError for an
+    unknown kl.
     Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath, arXiv:2402.03300, eq. 4.
     """
 
@@ -252,11 +254,12 @@ def collect_groups(
     every usable completion exactly once beside its prompt; not at all when there is none.
 
     A failure is data: an unscored rollout with its reason, whose completion has finish_reason "error" and no tokens, so
-    that nothing can train on it. Failures are a completion the client marked "error" or did not return; ids and
-    log-probabilities that are empty or of different length; a log-probability that is None, NaN, infinite or above 0;
-    more than max_new_tokens tokens; one that stopped without its stop token (params.stop_token_ids, when no stop
-    string could have ended it). If verify raises, everything it was given is unscored with what it raised; our own
-    errors pass through.
+    that nothing can train on it. Failures are a completion the client marked "error" or did not return; a finish reason
+    other than "stop" and "length"; ids and log-probabilities that are empty or of different length; an id that is no
+    whole number of at least 0; a log-probability that is no number, NaN, infinite or above 0; more than max_new_tokens
+    tokens; one that stopped without its stop token (params.stop_token_ids, when no stop string could have ended it).
+    If verify raises, everything it was given is unscored with what it raised; our own errors pass through. A reward
+    beyond 1e100 is unscored too.
 
     Raises EngineError for a completion that was not asked for or is there twice, and when nothing that the client
     claims to have sampled is usable; RewardError when verify returns another number of verdicts, or something else.

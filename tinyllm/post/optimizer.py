@@ -83,6 +83,11 @@ class Optimizer:
         return next((n for n, g in self.gradients().items() if not math.isfinite(sum_of_squares(g))), None)
 
     @torch.no_grad()
+    def non_finite_weight(self) -> str | None:
+        """Name of the first parameter with NaN or infinity in it."""
+        return next((n for n, p in self.parameters.items() if not p.sum().isfinite()), None)
+
+    @torch.no_grad()
     def step(self, lr: float, norm: float) -> None:
         """One update at learning rate lr, gradients scaled down to clip_norm when their norm is larger."""
         assert math.isfinite(norm), norm

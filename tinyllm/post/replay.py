@@ -82,6 +82,8 @@ def replay(
     objective, reward: "what if", with another preset or reward function; nothing is compared. tolerance: compare
     numbers within this relative difference instead of hashes (another processor). Raises RunError, ConfigError.
     """
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise ConfigError(f"--tolerance {tolerance}: must be a finite number of at least 0")
     run = RunDir.read(path)
     first, last = _range(run, steps)
     config = _what_if(run.config, objective, reward)
@@ -110,9 +112,11 @@ def replay(
 
 
 def _range(run: RunDir, steps: tuple[int, int] | None) -> tuple[int, int]:
-    trained = [row["step"] for row in run.metrics("train")]
+    trained = [row["step"] for row in run.metrics("train") if "hashes" in row]
     if not trained:
         raise RunError(f"{run.path}: no step was trained, so there is nothing to replay")
+    if missing := sorted(set(range(1, max(trained))) - set(trained)):
+        raise RunError(f"{run.path / 'metrics.jsonl'}: the line of step {missing[0]} is missing or damaged; restore it")
     first, last = steps or (1, trained[-1])
     if not 1 <= first <= last <= trained[-1]:
         raise ConfigError(f"--steps {first}:{last}: the run has steps 1 to {trained[-1]}")
@@ -274,8 +278,9 @@ class _Player:
             ("loss", "loss", result.loss),
             ("gradient", "grad_norm", result.grad_norm),
         ):
-            if row[key] is not None and now is not None and not self._same(row[key], now):
-                return Divergence(step, hop, key, row[key], now)
+            was = row[key]
+            if was != now and (was is None or now is None or not self._same(was, now)):
+                return Divergence(step, hop, key, was, now)
         return None
 
     def _same(self, was: float, now: float) -> bool:

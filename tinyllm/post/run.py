@@ -23,7 +23,6 @@ from tinyllm.engine.engine import Engine
 from tinyllm.engine.head import Policy
 from tinyllm.engine.probe import probe
 from tinyllm.errors import ConfigError, DataError, RunError, TrainingStopped
-from tinyllm.files import write_errors
 from tinyllm.hashing import hash_bytes, hash_file, hash_json, hash_tensors
 from tinyllm.manifest import build_manifest
 from tinyllm.memory import keep_freed_memory, memory_estimate, require_memory
@@ -49,8 +48,7 @@ def grpo(
     before any work for a user's mistake, later with everything saved.
     """
     path = Path(config.run.dir) if config.run.dir else new_run_path()
-    with write_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
+    RunDir.require_free(path)  # before anything is loaded
     parts = Parts(config, reward, callbacks)
     try:
         with RunDir.create(path, parts.manifest()) as run:

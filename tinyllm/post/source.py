@@ -5,6 +5,7 @@ A source yields (step, groups) and takes the new weights' revision back; that is
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -144,5 +145,7 @@ class InlineSource:
             self.logged.extras[name] = earlier + [None if place is None else values[place] for place in places]
         self._kept += len(places)
         for name, number in logged.metrics.items():
+            if not math.isfinite(number):  # not measured: it must neither erase the mean nor reach JSON
+                continue
             self._numbers.setdefault(name, []).append(number)
             self.logged.metrics[name] = sum(self._numbers[name]) / len(self._numbers[name])

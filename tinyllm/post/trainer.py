@@ -22,7 +22,7 @@ from typing import Any
 
 from tinyllm.callbacks import Callback, Interrupted
 from tinyllm.config import GRPOConfig
-from tinyllm.errors import TrainingStopped
+from tinyllm.errors import TinyLLMError, TrainingStopped
 from tinyllm.hashing import hash_json
 from tinyllm.post.batch import Batch, Rules, make_batch
 from tinyllm.post.optimizer import Optimizer, learning_rate
@@ -86,6 +86,7 @@ class Trainer:
             batch = make_batch(groups, rules)
             lr = learning_rate(config.optimizer, step, config.train.steps)
             result = self.updater(batch, lr)
+            self._require_finite_weights(step)
             timing["update_s"] = time.perf_counter() - begin
             begin = time.perf_counter()
             revision = Revision(step, self.weights_hash())
@@ -112,6 +113,14 @@ class Trainer:
             if stop:
                 return
             clock = time.perf_counter()
+
+    def _require_finite_weights(self, step: int) -> None:
+        """A step that ruined the weights is not saved: the checkpoints keep those before it."""
+        if name := self.optimizer.non_finite_weight():
+            raise TinyLLMError(
+                f"step {step} left {name} with weights that are not finite, and was not saved; start again with a "
+                f"lower optimizer.lr (now {self.config.optimizer.lr:g}) or with optimizer.clip_norm"
+            )
 
     def save(self) -> None:
         """A checkpoint of the current step. Random numbers are keyed by seed and step: they have no other state."""
