@@ -143,9 +143,7 @@ class OptimizerConfig:
     eps: float = opt(1e-8, "AdamW: added to the denominator", gt=0)
     weight_decay: float = opt(0.0, "decoupled decay of weights per unit of learning rate", ge=0)
     clip_norm: float = opt(1.0, "largest norm of the whole gradient; 0 = no clipping", ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = opt(
-        "constant", "learning rate after warm-up; the others fall to 0"
-    )
+    schedule: Literal["constant", "linear", "cosine"] = opt("linear", "learning rate after warm-up; to 0 at the end")
     warmup_steps: int = opt(0, "steps over which the learning rate rises from 0", ge=0)
 
 
