@@ -102,8 +102,20 @@ def test_exact_checks():
         {"dataset": "countdown", "answer": "none", "metadata": "{"},
         {"dataset": "simple_integration", "answer": "x", "metadata": {"integrand": "open(x)", "variable": "x"}},
         {"dataset": "propositional_logic", "answer": "none", "metadata": {"variables": ["P"], "premises": ["P P"]}},
+        {"dataset": "propositional_logic", "answer": "none", "metadata": {"variables": ["P"], "premises": ["P", "!P"]}},
+        {"dataset": "n_queens", "answer": "none", "metadata": {"valid_answers": []}},
+        {"dataset": "intermediate_integration", "answer": "Integral(2*x, x) + C", "metadata": {"integrand": "2*x", "variable": "x"}},
+        {"dataset": "simple_integration", "answer": "x**3 + C", "metadata": {"integrand": "2*x", "variable": "x"}},
+        {"dataset": "prime_factorization", "answer": "4 \u00d7 3"},
+        {"dataset": "prime_factorization", "answer": "2 \u00d7 3", "metadata": {"number": 12}},
+        {"dataset": "gcd", "answer": "7", "metadata": {"numbers": [12, 18]}},
+        {"dataset": "lcm", "answer": "12", "metadata": {"numbers": [12, 18]}},
+        {"dataset": "count_bits", "answer": "3", "metadata": {"number": 8}},
+        {"dataset": "number_sorting", "answer": "[3, 1]", "metadata": {"original_numbers": ["3", "1"], "direction": "ascending"}},
+        {"dataset": "spell_backward", "answer": "abc", "metadata": {"word": "abc"}},
+        {"dataset": "chain_sum", "answer": "5", "metadata": {"expression": "2 + 2"}},
     ],
-)
+)  # fmt: skip
 def test_rows_that_cannot_be_judged_are_refused(row):
     with pytest.raises(DataError):
         build("gym").check({"prompt": "", **row})
