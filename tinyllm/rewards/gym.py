@@ -66,6 +66,8 @@ class GymVerifier(Region, Verifier):
             return check
         except BadGold as error:
             raise DataError(f"a {name} row cannot be judged: {error}") from None
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise DataError(f"a {name} row has metadata that do not read: {error}") from None
 
 
 def _metadata(row: Row) -> Mapping[str, Any]:

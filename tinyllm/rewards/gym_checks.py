@@ -163,6 +163,8 @@ def moves_check(gold: str, metadata: Metadata) -> Check:
     size, scramble = metadata.get("cube_size"), metadata.get("scramble_moves")
     if not isinstance(size, int) or not isinstance(scramble, str):
         raise BadGold("metadata lacks cube_size or scramble_moves")
+    if not 2 <= size <= 20 or not all(re.fullmatch(r"[UDLRFB][2']?", turn) for turn in scramble.split()):
+        raise BadGold("cube_size is not 2 to 20, or scramble_moves are not turns")
 
     def check(answer: str) -> bool:
         from magiccube.cube import Cube
@@ -212,7 +214,7 @@ def _numbers(text: str) -> list[Fraction | int] | None:
         return None
     if text.startswith("[") != text.endswith("]"):
         return None
-    inside = text.strip("[]") if text.startswith("[") else text
+    inside = text[1:-1] if text.startswith("[") else text
     parts = [part.strip() for part in (inside.split(",") if "," in inside else inside.split())]
     found = [
         read_number(part[1:-1] if len(part) > 1 and part[0] == part[-1] and part[0] in "'\"" else part)
