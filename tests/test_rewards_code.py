@@ -250,7 +250,7 @@ def test_the_block_that_defines_the_function_is_judged():
     [
         {"prompt": "add(a, b)"}, {"prompt": "add(a, b)", "calls": []}, {"prompt": "add(a, b)", "calls": [[1, 2]]}, {"prompt": "add(a, b)", "calls": [[[1]]]},
         {"prompt": "nothing named", "calls": [[[1], 2]]}, {"prompt": "p", "stdio": [["a"]]}, {"prompt": "p", "stdio": [["a", 1]]}, {"prompt": "p", "stdio": "["},
-        {"prompt": "f(x)", "calls": [[[1], 2]], "tol": -1}, {"prompt": "f(x)", "calls": [[[1], 2]], "tol": float("inf")}, {"prompt": "f(x)", "calls": [[[1], {1, 2}]]},
+        {"prompt": "f(x)", "calls": [[[1], 2]], "tol": -1}, {"prompt": "f(x)", "calls": [[[1], 2]], "tol": float("inf")}, {"prompt": "f(x)", "calls": [[[1], {1, 2}]]}, {"prompt": "f(x)", "calls": [[[1], [float("nan")]]]},
         {"prompt": "f(x)", "inputs": [1], "residual": "__import__('os')"}, {"prompt": "f(x)", "inputs": [1], "residual": "x"}, {"prompt": "f(x)", "inputs": [1], "residual": "y.z < 1"},
         {"prompt": "f(x)", "inputs": [1], "residual": "open(y) < x"}, {"prompt": "f(x)", "inputs": [1], "residual": "x < 1"},
     ],

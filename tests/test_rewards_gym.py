@@ -85,6 +85,7 @@ def test_checks_by_meaning(dataset, answer, expected, metadata):
 def test_exact_checks():
     assert judge("prime_factorization", "11 x 7", gold="7 \u00d7 11") == 1
     assert judge("prime_factorization", "77", gold="7 \u00d7 11") == 0
+    assert judge("number_sorting", "[['1', '2']]", gold="['1', '2']") == 0
     assert judge("game_of_life", "[[0, 1], [1, 0]]", gold="[[0,1],[1,0]]") == 1
     assert judge("game_of_life_halting", "false", gold="False") == 1
     assert judge("complex_arithmetic", "3i - 15", gold="-15.0 + 3.0i") == 1
@@ -102,8 +103,24 @@ def test_exact_checks():
         {"dataset": "countdown", "answer": "none", "metadata": "{"},
         {"dataset": "simple_integration", "answer": "x", "metadata": {"integrand": "open(x)", "variable": "x"}},
         {"dataset": "propositional_logic", "answer": "none", "metadata": {"variables": ["P"], "premises": ["P P"]}},
+        {"dataset": "propositional_logic", "answer": "none", "metadata": {"variables": ["P"], "premises": ["P", "!P"]}},
+        {"dataset": "n_queens", "answer": "none", "metadata": {"valid_answers": []}},
+        {"dataset": "countdown", "answer": "none", "metadata": {"numbers": ["a"], "target": 1}},
+        {"dataset": "countdown", "answer": "none", "metadata": {"numbers": 5, "target": 1}},
+        {"dataset": "propositional_logic", "answer": "none", "metadata": {"variables": 5, "premises": ["P"]}},
+        {"dataset": "rubiks_cube", "answer": "none", "metadata": {"cube_size": 2, "scramble_moves": "banana"}},
+        {"dataset": "intermediate_integration", "answer": "Integral(2*x, x) + C", "metadata": {"integrand": "2*x", "variable": "x"}},
+        {"dataset": "simple_integration", "answer": "x**3 + C", "metadata": {"integrand": "2*x", "variable": "x"}},
+        {"dataset": "prime_factorization", "answer": "4 \u00d7 3"},
+        {"dataset": "prime_factorization", "answer": "2 \u00d7 3", "metadata": {"number": 12}},
+        {"dataset": "gcd", "answer": "7", "metadata": {"numbers": [12, 18]}},
+        {"dataset": "lcm", "answer": "12", "metadata": {"numbers": [12, 18]}},
+        {"dataset": "count_bits", "answer": "3", "metadata": {"number": 8}},
+        {"dataset": "number_sorting", "answer": "[3, 1]", "metadata": {"original_numbers": ["3", "1"], "direction": "ascending"}},
+        {"dataset": "spell_backward", "answer": "abc", "metadata": {"word": "abc"}},
+        {"dataset": "chain_sum", "answer": "5", "metadata": {"expression": "2 + 2"}},
     ],
-)
+)  # fmt: skip
 def test_rows_that_cannot_be_judged_are_refused(row):
     with pytest.raises(DataError):
         build("gym").check({"prompt": "", **row})

@@ -133,6 +133,7 @@ def test_settings(gold, answer, settings, expected):
         ("The answer is not $\\frac{1}{2}$.", 0),
         ("It is 0.5 +", 0),
         ("negative 0.5", 0),
+        ("$$$$", 0),
         ("0.5 is wrong", 0),
     ],
 )

@@ -79,15 +79,19 @@ class CodeVerifier(Verifier):
         return runs * (self.wall_s + 1) + sandbox.START_S
 
     def check(self, row: Row) -> None:
+        self._tests(row)
+
+    @staticmethod
+    def _tests(row: Row) -> Tests:
         tests = read_tests(row)
         for value in (*tests.inputs, *tests.expected):
             if not _is_plain(value):
-                raise DataError(
-                    f"a test of {tests.entry or 'the program'} holds {value!r:.60}, which is not plain data"
-                )
+                what = tests.entry or "the program"
+                raise DataError(f"a test of {what} holds {value!r:.60}, which is NaN or not plain data")
+        return tests
 
     def judge(self, row: Row, text: str) -> Verdict:
-        tests = read_tests(row)
+        tests = self._tests(row)
         source = find_code(after_think(cut(text), self.think_prefilled), tests.entry)
         if source is None:
             return correct(False, None)
@@ -211,7 +215,7 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return value is None or (isinstance(value, (bool, int, float, str)) and value == value)  # NaN equals nothing
 
 
 # The submission's code

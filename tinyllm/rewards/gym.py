@@ -14,7 +14,7 @@ from tinyllm.errors import DataError
 from tinyllm.records import Verdict
 from tinyllm.rewards.base import Probe, Row, Verifier, correct
 from tinyllm.rewards.extract import Region
-from tinyllm.rewards.gym_checks import CHECKS, OPEN_GOLDS, BadGold, Check
+from tinyllm.rewards.gym_checks import CHECKS, OPEN_GOLDS, BadGold, Check, wrong_gold
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,15 @@ class GymVerifier(Region, Verifier):
         if not isinstance(gold, str) or (not gold.strip() and name not in OPEN_GOLDS):
             raise DataError(f"gold of a {name} row is {gold!r}, not a text")
         try:
-            return CHECKS[str(name)](gold, metadata)
+            check = CHECKS[str(name)](gold, metadata)
+            other = wrong_gold(str(name), gold, metadata)
+            if other:
+                raise BadGold(f"gold is {gold[:60]!r}, but its metadata say {other[:60]!r}")
+            return check
         except BadGold as error:
             raise DataError(f"a {name} row cannot be judged: {error}") from None
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise DataError(f"a {name} row has metadata that do not read: {error}") from None
 
 
 def _metadata(row: Row) -> Mapping[str, Any]:

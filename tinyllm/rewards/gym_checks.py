@@ -8,6 +8,7 @@ misses.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -81,6 +82,8 @@ def factors_check(gold: str, metadata: Metadata) -> Check:
     want = _factors(gold)
     if want is None:
         raise BadGold(f"gold {gold!r} is no product of whole numbers")
+    if not all(_is_prime(factor) for factor in want):
+        raise BadGold(f"gold {gold!r} has a factor that is not prime")
     return lambda answer: _factors(answer) == want
 
 
@@ -94,7 +97,10 @@ def math_check(gold: str, metadata: Metadata) -> Check:
 
 def choice_check(gold: str, metadata: Metadata) -> Check:
     """One of the valid answers of the metadata (the gold, when there are none)."""
-    valid = [_lines(str(text)) for text in metadata.get("valid_answers") or [gold]]
+    given = metadata.get("valid_answers")
+    if not given and gold.strip().lower() in ("", "none"):
+        raise BadGold("it has neither a gold nor valid_answers")
+    valid = [_lines(str(text)) for text in given or [gold]]
     return lambda answer: _lines(answer) in valid
 
 
@@ -147,6 +153,8 @@ def integral_check(gold: str, metadata: Metadata) -> Check:
                 agreed += 1
         return agreed >= 3
 
+    if gold.strip().lower() not in ("", "none") and not check(gold):
+        raise BadGold(f"gold {gold[:60]!r} is no antiderivative of the integrand that reads as mathematics")
     return check
 
 
@@ -155,6 +163,8 @@ def moves_check(gold: str, metadata: Metadata) -> Check:
     size, scramble = metadata.get("cube_size"), metadata.get("scramble_moves")
     if not isinstance(size, int) or not isinstance(scramble, str):
         raise BadGold("metadata lacks cube_size or scramble_moves")
+    if not 2 <= size <= 20 or not all(re.fullmatch(r"[UDLRFB][2']?", turn) for turn in scramble.split()):
+        raise BadGold("cube_size is not 2 to 20, or scramble_moves are not turns")
 
     def check(answer: str) -> bool:
         from magiccube.cube import Cube
@@ -177,14 +187,16 @@ def entailed_check(gold: str, metadata: Metadata) -> Check:
     known = [premise for premise in premises if premise is not None]
     if not names or not known or len(known) < len(premises) or len(names) > MAX_VARIABLES:
         raise BadGold("metadata lacks variables or premises that can be read")
+    rows = [dict(zip(names, row, strict=True)) for row in itertools.product((False, True), repeat=len(names))]
+    worlds = [row for row in rows if all(truth(premise, row) for premise in known)]
+    if not worlds:
+        raise BadGold("the premises contradict each other, so anything follows")
 
     def check(answer: str) -> bool:
         formula = FormulaReader(answer).read()
         if formula is None or formula in known or letters(formula) - set(names):
             return False
-        rows = [dict(zip(names, row, strict=True)) for row in itertools.product((False, True), repeat=len(names))]
-        follows = all(truth(formula, row) for row in rows if all(truth(premise, row) for premise in known))
-        return follows and not all(truth(formula, row) for row in rows)
+        return all(truth(formula, row) for row in worlds) and not all(truth(formula, row) for row in rows)
 
     return check
 
@@ -202,7 +214,7 @@ def _numbers(text: str) -> list[Fraction | int] | None:
         return None
     if text.startswith("[") != text.endswith("]"):
         return None
-    inside = text.strip("[]") if text.startswith("[") else text
+    inside = text[1:-1] if text.startswith("[") else text
     parts = [part.strip() for part in (inside.split(",") if "," in inside else inside.split())]
     found = [
         read_number(part[1:-1] if len(part) > 1 and part[0] == part[-1] and part[0] in "'\"" else part)
@@ -230,6 +242,11 @@ def _factors(text: str) -> list[int] | None:
     if not all(re.fullmatch(r"[0-9]{1,40}", part) for part in parts):
         return None
     return sorted(int(part) for part in parts)
+
+
+def _is_prime(number: int) -> bool:
+    """Whether a number is prime, by trial up to a million; larger ones count as prime without a small divisor."""
+    return number > 1 and all(number % divisor for divisor in range(2, min(math.isqrt(number), 10**6) + 1))
 
 
 def _read(text: str) -> Tree | None:
@@ -289,5 +306,49 @@ CHECKS: dict[str, Callable[[str, Metadata], Check]] = {
     "propositional_logic": entailed_check,
 }
 """The closed table: a data set without an entry is refused at load."""
+
+
+def _numbers_of(metadata: Metadata, key: str) -> list[int]:
+    return [int(number) for number in metadata[key]]
+
+
+_SOLVERS: dict[str, Callable[[Metadata], str]] = {
+    "gcd": lambda data: str(math.gcd(*_numbers_of(data, "numbers"))),
+    "lcm": lambda data: str(math.lcm(*_numbers_of(data, "numbers"))),
+    "count_bits": lambda data: str(int(data["number"]).bit_count()),
+    "spell_backward": lambda data: str(data["word"])[::-1],
+    "word_sequence_reversal": lambda data: ", ".join(reversed(data["words"])),
+    "word_sorting": lambda data: ", ".join(sorted(data["transformed_words"], reverse=data["direction"] != "ascending")),
+    "number_sorting": lambda data: str(
+        sorted(data["original_numbers"], key=Fraction, reverse=data["direction"] != "ascending")
+    ),
+    "spiral_matrix": lambda data: " ".join(map(str, data["solution"])),
+    "letter_counting": lambda data: str(sum(word.lower().count(data["target_letter"]) for word in data["span"])),
+    "chain_sum": lambda data: str(_arithmetic_value(data["expression"])),
+    "products": lambda data: str(_arithmetic_value(data["expression"])),
+    "game_of_life_halting": lambda data: str(not data["should_oscillate"]),
+}
+"""Data sets whose gold follows from the metadata: a gold that says otherwise is a fault of the row."""
+
+
+def _arithmetic_value(text: str) -> Fraction:
+    found = arithmetic(text)
+    if found is None:
+        raise ValueError(text)
+    return found[0]
+
+
+def wrong_gold(name: str, gold: str, metadata: Metadata) -> str:
+    """What the metadata say instead of the gold; "" when they agree or do not tell."""
+    try:
+        solved = _SOLVERS[name](metadata) if name in _SOLVERS else ""
+        number = metadata.get("number") if name == "prime_factorization" else None
+        if number is not None and math.prod(_factors(gold) or [0]) != int(number):
+            return f"a product of {number}"
+        return "" if not solved or CHECKS[name](solved, metadata)(gold) else solved
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return ""
+
+
 OPEN_GOLDS = frozenset(_names("countdown puzzle24 propositional_logic n_queens rubiks_cube"))
 """Data sets whose answer is checked by its meaning: the row need not have a gold ("none")."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -34,6 +35,10 @@ except ImportError as error:
     raise RewardError(f"verifier 'json' needs {error.name}; pip install 'tinyllm[json]'") from None
 
 _ECMA_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
+MAX_FRAMES = 15_000
+"""The library takes some frames for each level of a document under a schema that refers to itself."""
+_BLANK = " \t\r\n"
+"""White space of JSON."""
 _ONE: tuple[str, ...] = (
     "additionalProperties",
     "additionalItems",
@@ -60,7 +65,23 @@ _NOTES: tuple[str, ...] = (
     "examples",
 )
 _NOTES += ("deprecated", "readOnly", "writeOnly", "then", "else", "minContains", "maxContains", "id")
-_ANYTHING: tuple[Any, ...] = (None, True, 0, 1.5, "", "x", [], [1], {}, {"x": 1})
+_BOUNDS = [("minimum", "maximum"), *((f"min{what}", f"max{what}") for what in ("Length", "Items", "Properties"))]
+_ANYTHING: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    1.5,
+    0.1234567,
+    -(10**30),
+    10**30,
+    "",
+    "x" * 10_000,
+    [],
+    [1, 1],
+    ["x"],
+    {},
+    {"x": 1},
+)
 """Documents of every type: a schema that all of them satisfy tests nothing."""
 
 
@@ -90,12 +111,12 @@ class JsonVerifier(Verifier):
 
     def judge(self, row: Row, text: str) -> Verdict:
         validator = self._validator(row)
-        text = after_think(cut(text), self.think_prefilled).strip()
-        document, why = self._read(text)
-        return correct(not why and validator.is_valid(document), text)
+        document, why = self._document(text)
+        sys.setrecursionlimit(max(sys.getrecursionlimit(), MAX_FRAMES))
+        return correct(not why and validator.is_valid(document), text.strip())
 
     def explain(self, row: Row, text: str) -> str:
-        document, why = self._read(after_think(cut(text), self.think_prefilled).strip())
+        document, why = self._document(text)
         fault = None if why else next(self._validator(row).iter_errors(document), None)
         return why or (f"{fault.json_path}: {fault.message[:200]}" if fault else "")
 
@@ -105,6 +126,12 @@ class JsonVerifier(Verifier):
         gold = row.get(self.gold)
         text = gold if isinstance(gold, str) else json.dumps(gold)
         return [Probe("gold", text, 1), Probe("the gold and more", text + text, 0)]
+
+    def _document(self, text: str) -> tuple[Any, str]:
+        """(document, "") or (None, why there is none): of the whole text, else of what follows the reasoning."""
+        text = cut(text)
+        document, why = (None, "reasoning") if self.think_prefilled else self._read(text.strip(_BLANK))
+        return (document, "") if not why else self._read(after_think(text, self.think_prefilled).strip(_BLANK))
 
     def _read(self, text: str) -> tuple[Any, str]:
         candidates = [text]
@@ -179,6 +206,15 @@ def _check_part(place: str, part: Mapping[str, Any], known: set[str], root: Mapp
     name = part.get("format")
     if name is not None and name not in FORMATS:
         raise DataError(f"schema has an unknown format {name!r} at {place}; known are {', '.join(FORMATS)}")
+    for low, high in _BOUNDS:
+        if low in part and high in part and part[low] > part[high]:
+            raise DataError(f"schema has {low} above {high} at {place}, so no document is valid")
+    names = part.get("properties", {})
+    missing = [name for name in part.get("required", ()) if names.get(name, part.get("additionalProperties")) is False]
+    if missing and not part.get("patternProperties") and part.get("type") == "object":
+        raise DataError(f"schema requires and forbids {missing[0]!r} at {place}, so no document is valid")
+    if part.get("enum") == []:
+        raise DataError(f"schema has an empty enum at {place}, so no document is valid")
     patterns = [*part.get("patternProperties", ()), *([part["pattern"]] if "pattern" in part else ())]
     for pattern in patterns:
         _pattern(pattern, place)
@@ -224,7 +260,8 @@ def _pattern(pattern: str, place: str = "") -> Any:
 
 
 def _is_integer(_: Any, value: Any) -> bool:
-    return not isinstance(value, bool) and (isinstance(value, int) or isinstance(value, Decimal) and value % 1 == 0)
+    whole = isinstance(value, Decimal) and value == value.to_integral_value()
+    return whole or (isinstance(value, int) and not isinstance(value, bool))
 
 
 def _check_pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[ValidationError]:
@@ -259,7 +296,23 @@ def _check_multiple(validator: Any, divisor: Any, value: Any, schema: Any) -> It
         yield ValidationError(f"is not a multiple of {divisor}")
 
 
+def _check_unique(validator: Any, unique: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+    """In linear time: the library compares every pair."""
+    if unique is True and validator.is_type(value, "array") and len(set(map(_key, value))) < len(value):
+        yield ValidationError("has an item twice")
+
+
+def _key(value: Any) -> Any:
+    """A hashable form of a document: equal for equal documents, and true is not 1."""
+    if isinstance(value, list):
+        return ("array", tuple(map(_key, value)))
+    if isinstance(value, dict):
+        return ("object", frozenset((name, _key(item)) for name, item in value.items()))
+    return ("number" if type(value) in (int, Decimal) else type(value).__name__, value)
+
+
 _KEYWORDS = {
+    "uniqueItems": _check_unique,
     "pattern": _check_pattern,
     "patternProperties": _check_pattern_properties,
     "additionalProperties": _check_additional,

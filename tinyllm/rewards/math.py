@@ -101,7 +101,7 @@ class MathVerifier(Region, Verifier):
             return None, why
         if self.rule == "final":
             spans = math_spans(found)
-            if spans and taken_back(*found.rpartition(spans[-1])[::2]):
+            if spans and spans[-1] and taken_back(*found.rpartition(spans[-1])[::2]):
                 return None, "the last formula is denied"
             found = spans[-1] if spans else found
         return found.strip().strip("*"), ""

@@ -3,11 +3,13 @@ ours."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from typing import Any
 
 from tinyllm.errors import DataError
+from tinyllm.rewards.gym import GymVerifier
 from tinyllm.rewards.gym_checks import CHECKS
 
 TRAIN, HELD_OUT = 1_000, 200
@@ -18,7 +20,8 @@ SYSTEM_PROMPT = "Think, then give the final answer in <answer></answer>."
 def generate(name: str, seed: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(train, held_out) rows {"prompt", "dataset", "answer", "metadata"} of a reasoning-gym data set.
 
-    Deterministic in the seed; held-out prompts are not among those trained on.
+    Deterministic in the seed; held-out prompts are not among those trained on. Rows that cannot be judged are left out:
+    the generator makes some, such as premises that contradict each other and integrals that are not evaluated.
     Raises DataError for a data set without a check of ours, and without the [gym] extra.
     """
     if name not in CHECKS:
@@ -29,7 +32,7 @@ def generate(name: str, seed: int = 0) -> tuple[list[dict[str, Any]], list[dict[
         import reasoning_gym
     except ImportError:
         raise DataError(f"data.task = 'gym:{name}' needs reasoning-gym; pip install 'tinyllm[gym]'") from None
-    sides = []
+    sides, verifier = [], GymVerifier()
     seen: set[str] = set()
     for size, offset in ((HELD_OUT, 1_000_003), (TRAIN, 0)):
         rows = []
@@ -37,8 +40,10 @@ def generate(name: str, seed: int = 0) -> tuple[list[dict[str, Any]], list[dict[
             if item["question"] not in seen:
                 seen.add(item["question"])
                 metadata = json.loads(json.dumps(item["metadata"], default=str))
-                rows.append(
-                    {"prompt": item["question"], "dataset": name, "answer": str(item["answer"]), "metadata": metadata}
-                )
+                answer = str(item["answer"])
+                row = {"prompt": item["question"], "dataset": name, "answer": answer, "metadata": metadata}
+                with contextlib.suppress(DataError):
+                    verifier.check(row)
+                    rows.append(row)
         sides.append(rows)
     return sides[1], sides[0]
