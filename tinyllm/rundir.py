@@ -211,18 +211,21 @@ class RunDir:
         """Steps that have rollouts, in order; the last may be incomplete."""
         return sorted(self._attempts())
 
+    def require_logged(self, step: int) -> None:
+        """Raise RunError when metrics.jsonl lacks a line that a checkpoint of `step` says was written."""
+        logged = {row["step"] for row in self.metrics("train")}
+        if missing := sorted(set(range(1, step + 1)) - logged):
+            raise RunError(
+                f"{self.path / 'metrics.jsonl'}: the line of step {missing[0]} is missing; restore it from a copy, "
+                "or move checkpoints/ away, so that every step is trained again from the record"
+            )
+
     def take_recorded(self, after: int) -> list[int]:
         """The complete recorded steps that follow `after` without a gap, to be trained from the record.
 
         Whatever lies beyond them (an incomplete step, a damaged file and all after it) moves to superseded/.
         """
         self._writable()
-        logged = {row["step"] for row in self.metrics("train")}
-        if missing := [step for step in range(1, after + 1) if step not in logged]:
-            raise RunError(
-                f"{self.path / 'metrics.jsonl'}: the line of step {missing[0]} is missing; restore it from a copy, "
-                "or move checkpoints/ away, so that every step is trained again from the record"
-            )
         good: list[int] = []
         step = after + 1
         while step in self._attempts() and self._is_complete(step):

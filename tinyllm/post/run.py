@@ -73,6 +73,7 @@ def resume(
                 _, tensors, state = run.load_checkpoint()
                 parts.optimizer.load(tensors)
                 progress = Progress(**state["progress"])
+            run.require_logged(progress.step)
             return parts.train(run, progress, recorded=run.take_recorded(progress.step))
         finally:
             parts.close()
