@@ -34,6 +34,7 @@ from tinyllm.post.source import InlineSource, PromptOrder
 from tinyllm.post.trainer import Trainer
 from tinyllm.post.update import Updater, model_scorer
 from tinyllm.records import Completion, Group, Prompt, Revision, SamplingParams, Verdict
+from tinyllm.rewards.functions import Logged
 from tinyllm.rundir import RunDir
 
 Place = tuple[Any, str, str, tuple[str, ...]]
@@ -173,6 +174,10 @@ class _OneStep:
     @property
     def seconds(self) -> dict[str, float]:
         return self.inner.seconds
+
+    @property
+    def logged(self) -> Logged:
+        return self.inner.logged
 
     def publish(self, revision: Revision) -> None:
         self.inner.publish(revision)

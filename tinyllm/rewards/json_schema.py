@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -85,6 +86,17 @@ _ANYTHING: tuple[Any, ...] = (
 """Documents of every type: a schema that all of them satisfy tests nothing."""
 
 
+@contextmanager
+def _deep() -> Iterator[None]:
+    """Room for a deep document under a schema that refers to itself; afterwards as it was."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, MAX_FRAMES))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
 @dataclass(frozen=True)
 class JsonVerifier(Verifier):
     """Settings of the family."""
@@ -112,12 +124,13 @@ class JsonVerifier(Verifier):
     def judge(self, row: Row, text: str) -> Verdict:
         validator = self._validator(row)
         document, why = self._document(text)
-        sys.setrecursionlimit(max(sys.getrecursionlimit(), MAX_FRAMES))
-        return correct(not why and validator.is_valid(document), text.strip())
+        with _deep():
+            return correct(not why and validator.is_valid(document), text.strip())
 
     def explain(self, row: Row, text: str) -> str:
         document, why = self._document(text)
-        fault = None if why else next(self._validator(row).iter_errors(document), None)
+        with _deep():
+            fault = None if why else next(self._validator(row).iter_errors(document), None)
         return why or (f"{fault.json_path}: {fault.message[:200]}" if fault else "")
 
     def probes(self, row: Row) -> list[Probe]:
