@@ -33,13 +33,17 @@ LIMIT_S = 2.0
 """CPU seconds for one input through everything (some thirty readers and verifiers)."""
 MAX_CHARS = 600
 ROW = {"prompt": "f(x)", "answer": "12", "schema": {"type": "integer"}, "constraints": [{"id": "punctuation:no_comma"}]}
-GOLDS = {"countdown": {"numbers": [6, 2], "target": 12}, "simple_integration": {"integrand": "2*x", "variable": "x"}}
-GOLDS["propositional_logic"] = {"variables": ["P", "Q"], "premises": ["P"]}
+GOLDS = {
+    "countdown": ("6*2", {"numbers": [6, 2], "target": 12}),
+    "simple_integration": ("x**2 + C", {"integrand": "2*x", "variable": "x"}),
+    "propositional_logic": ("P", {"variables": ["P", "Q"], "premises": ["P"]}),
+    "prime_factorization": ("2 \u00d7 2 \u00d7 3", {}),
+}
 FAMILIES = ("format", "arithmetic", "math")
 VERIFIERS = [[build(f"{family}:rule={rule}") for family in FAMILIES] for rule in RULES]
 OTHERS = [build("json:fence=true"), build("instructions")]
-GYM = [CHECKS[name]("12", metadata) for name, metadata in GOLDS.items()]
-GYM += [CHECKS[name]("12", {}) for name in ("gcd", "spiral_matrix", "sudoku", "prime_factorization", "caesar_cipher")]
+GYM = [CHECKS[name](gold, metadata) for name, (gold, metadata) in GOLDS.items()]
+GYM += [CHECKS[name]("12", {}) for name in ("gcd", "spiral_matrix", "sudoku", "caesar_cipher")]
 
 
 def read_everything(text: str) -> None:
