@@ -31,12 +31,12 @@ lint: $(VENV)/test.stamp
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-# Coverage-guided fuzzing of the verifiers' own readers; minutes to hours.
+# Coverage-guided fuzzing of the verifiers' own readers; about 10 minutes.
 fuzz: $(VENV)/test.stamp
 	$(INSTALL) 'atheris>=3'
 	$(PY) tests/fuzz_readers.py 200000
 
-# Kills runs at 200 random points and resumes them; about 15 minutes.
+# Kills runs at 200 random points and resumes them; about 6 minutes.
 crash: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_resume.py -k any_point --kill-points 200 -n 2 $(ARGS)
 

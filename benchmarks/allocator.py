@@ -81,4 +81,5 @@ def child(kept: bool) -> None:
     print(json.dumps(told | {"peak GiB": after.ru_maxrss / 2**20}))
 
 
-command(main)
+if __name__ == "__main__":
+    command(main)
