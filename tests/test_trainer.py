@@ -358,6 +358,19 @@ def test_three_bad_steps_in_a_row_stop_the_run(train, monkeypatch, home, tmp_pat
     assert [row["updates"] for row in metrics(tmp_path / "run")][5:] == [1] * 4
 
 
+def test_a_start_model_that_was_replaced_is_not_measured_against(train, home, tmp_path, caplog):
+    """Its KL would be that to another policy: None, with a warning, and training goes on."""
+    save(llama(), home / "replaced")
+
+    class Replace(Callback):
+        def on_step(self, metrics, timing, groups):
+            save(llama(1), home / "replaced")
+
+    result = train(model="replaced", callbacks=[Replace()], eval={"every": 1})
+    assert [row["kl"] for row in metrics(result.run_dir, "eval")] == [0.0, None, None, None]
+    assert "is not what the run started from any more" in caplog.text
+
+
 def test_three_steps_with_nothing_scored_stop_the_run(train, tmp_path):
     """A reward that fails for every completion must not look like a long run without signal."""
 

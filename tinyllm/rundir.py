@@ -191,12 +191,16 @@ class RunDir:
 
     def read_groups(self, step: int) -> list[Group]:
         """The groups of a step as they were recorded, refills after one another. Raises RunError."""
+        return [group for file in self.read_recorded(step) for group in file.groups]
+
+    def read_recorded(self, step: int) -> list[Recorded]:
+        """The files of a step, none of them changed. Raises RunError."""
         files = self.read_rollouts(step)
         for file in files:
             if file.changed:
                 path = self.rollout_path(step, file.attempt)
                 raise RunError(f"{path}: changed since it was recorded: {file.changed[0]}")
-        return [group for file in files for group in file.groups]
+        return files
 
     def read_rollouts(self, step: int) -> list[Recorded]:
         """The files of a step, whatever their checksums say; each lists the rows that were changed. Raises RunError."""

@@ -144,7 +144,7 @@ class Parts:
         self.updater = Updater(self.policy, self.optimizer, config, self.reference)
 
     def _reference(self) -> Scorer | None:
-        """Scores under the policy of the KL term: the start policy, or another model by name. None without a term."""
+        """Scores under the policy of the KL term (the start policy, or another model); None where it is not held."""
         config = self.config
         self.reference_hash = self.start_hash
         temperature, budget = config.sampling.temperature, config.train.tokens_per_microbatch
@@ -295,7 +295,6 @@ class _Resumed:
     order: PromptOrder
     recorded: Sequence[int]
     inline: InlineSource
-
     logged: Logged = field(default_factory=Logged)
 
     @property
@@ -307,9 +306,10 @@ class _Resumed:
 
     def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
         for step in self.recorded:
-            groups = self.run.read_groups(step)
+            files = self.run.read_recorded(step)
+            groups = [group for file in files for group in file.groups]
             self.order.position += len(groups)
-            self.logged = Logged(metrics=dict(self.run.read_rollouts(step)[-1].logged))
+            self.logged = Logged(metrics=dict(files[-1].logged))
             yield step, groups
         for step, groups in self.inline:
             self.logged = self.inline.logged
