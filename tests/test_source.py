@@ -11,6 +11,7 @@ from tinyllm.configio import make_config
 from tinyllm.errors import TrainingStopped
 from tinyllm.post.source import InlineSource, PromptOrder
 from tinyllm.records import Prompt, Revision, Verdict
+from tinyllm.rewards.functions import Logged
 
 PROMPTS = [Prompt(f"p{i}", (5, 6, 7 + i), str(i)) for i in range(10)]
 
@@ -147,6 +148,30 @@ def test_a_failed_completion_is_a_record_with_its_reason():
         bad, good = group.rollouts
         assert bad.verdict.value is None and "stop token" in bad.verdict.reason and bad.completion.token_ids == ()
         assert good.verdict.value == 0.0 and good.completion.token_ids == (2, EOS)
+
+
+def test_what_was_logged_stands_beside_its_own_completion():
+    """One value per rollout over all draws of a step; None where nothing was judged; numbers are the mean of draws."""
+    source, engine = make_source(lambda p, step: p.id in ("p0", "p1", "p2"), prompts=PROMPTS[:6], max_refills=8)
+    engine.what_ids = lambda p, s, params: (2, 3) if s == 0 and p.id == "p1" else (2 + s, EOS)
+
+    class Verify:
+        calls = 0
+
+        def __call__(self, prompts, completions, step):
+            self.calls += 1
+            extras = {"who": [f"{c.prompt_id}/{c.sample}" for c in completions]}
+            self.logged = Logged(metrics={"f/calls": float(self.calls)}, extras=extras)
+            return source_judge(prompts, completions, step)
+
+    source_judge, source.verify = source.verify, Verify()
+    _, groups = next(iter(source))
+    rollouts = [r for g in groups for r in g.rollouts]
+    wanted = [None if r.completion.finish_reason == "error" else f"{r.completion.prompt_id}/{r.completion.sample}"
+              for r in rollouts]  # fmt: skip
+    assert source.logged.extras == {"who": wanted} and None in wanted
+    calls = source.verify.calls
+    assert calls > 1 and source.logged.metrics == {"f/calls": (1 + calls) / 2}
 
 
 def test_a_verifier_that_raises_leaves_its_step_unscored():

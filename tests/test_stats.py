@@ -37,6 +37,13 @@ def test_clustered_error_by_hand():
     assert same == (mean, pytest.approx(error), 3)
 
 
+def test_accuracy_with_clusters_by_hand():
+    """The same scores: 1/4 / (1/12) = 3 independent ones, t = 4.3027 of 2 degrees of freedom, mean in the middle:
+    half the width is t sqrt(1/12 + t^2/36) / (1 + t^2/3) = 4.3027 x 0.77302 / 7.17111 = 0.46381."""
+    found = stats.accuracy([[1, 1], [0, 1], [0, 0]])
+    assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.5 - 0.46381, 0.5 + 0.46381), abs=1e-4)
+
+
 def test_without_clusters_the_error_is_the_usual_one():
     x = np.random.default_rng(0).random(50)
     assert stats.clustered_error(x)[1] == pytest.approx(scipy_stats.sem(x))

@@ -434,6 +434,13 @@ def test_weights_that_blow_up_are_an_error_and_are_not_saved(train, tmp_path, op
     assert not RunDir.read(tmp_path / "run").checkpoints.steps()
 
 
+def test_a_step_that_ruins_the_weights_is_not_saved(train, tmp_path):
+    """Adam's first step is lr itself: 1e39 is infinite in fp32, though loss and gradient were finite."""
+    with pytest.raises(TinyLLMError, match="step 1 left .* with weights that are not finite, and was not saved"):
+        train(optimizer={"name": "adamw", "lr": 1e39}, run={"checkpoint_every": 1})
+    assert not RunDir.read(tmp_path / "run").checkpoints.steps() and metrics(tmp_path / "run") == []
+
+
 def test_a_taken_folder_is_refused_before_anything_is_loaded(train, tmp_path, monkeypatch):
     train("run")
     monkeypatch.setattr("tinyllm.post.run.Parts", None)
