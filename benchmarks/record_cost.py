@@ -24,7 +24,8 @@ from tinyllm.callbacks import Callback
 from tinyllm.config import GRPOConfig
 from tinyllm.configio import load_toml
 from tinyllm.errors import ConfigError
-from tinyllm.post.run import Parts, grpo
+from tinyllm.post.parts import Parts
+from tinyllm.post.run import train
 from tinyllm.records import Group
 from tinyllm.rundir import RunDir
 
@@ -50,7 +51,7 @@ def main() -> None:
     watch = Watch()
     places = [*RECORDING, (Parts, "weights_hash", "hash", ()), (RunDir, "save_checkpoint", "checkpoint", ())]
     with tempfile.TemporaryDirectory() as folder, watch.timer.wrapping(*places):
-        grpo(short_job(job, arguments.steps, Path(folder) / "run"), callbacks=[watch])
+        train(short_job(job, arguments.steps, Path(folder) / "run"), callbacks=[watch])
     report(watch, job.run.checkpoint_every, result)
     finish(arguments, result)
 

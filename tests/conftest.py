@@ -33,10 +33,10 @@ def train(home, tmp_path, no_picture):
     """train(name, reward, **options) -> the result of a run in a folder of that name."""
     from tiny import config, many_digits
 
-    from tinyllm.post.run import grpo
+    from tinyllm.post import run as runs
 
     def run(name="run", reward=many_digits, callbacks=(), model="model", **options):
         given = config(home / model, home / "rows.jsonl", tmp_path / name, **options)
-        return grpo(given, reward=reward, callbacks=callbacks)
+        return runs.train(given, reward=reward, callbacks=callbacks)
 
     return run

@@ -105,7 +105,7 @@ def train(job: dict[str, Any]) -> None:
         return function(**given)
 
     reward.__module__, reward.__qualname__, reward.__name__ = function.__module__, job["reward"], job["reward"]
-    run.grpo(from_dict(job["config"]), reward=reward)
+    run.train(from_dict(job["config"]), reward=reward)
     with open(job["points"], "w") as file:
         json.dump(points.passed, file)
 

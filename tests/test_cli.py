@@ -12,7 +12,7 @@ from run_samples import CONFIG, make_groups, manifest
 
 from tinyllm.callbacks import Callback, Interrupted, RunInfo, RunResult
 from tinyllm.cli import COMMANDS, main, out_of_memory
-from tinyllm.config import GRPOConfig
+from tinyllm.config import CONFIGS, GRPOConfig
 from tinyllm.errors import ConfigError, TrainingStopped
 from tinyllm.options import options
 from tinyllm.progress import (
@@ -45,14 +45,15 @@ def test_help_is_short_and_names_every_command():
     result = command("--help")
     assert result.returncode == 0 and result.stderr == ""
     assert all(f"  {name}" in result.stdout for name in COMMANDS)
-    assert len(result.stdout.splitlines()) < 25
+    assert len(result.stdout.splitlines()) < 34
     assert command().stdout == result.stdout
 
 
-def test_help_of_grpo_tells_every_option_with_its_default(capsys):
-    assert main(["grpo", "--help"]) == 0
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_help_of_training_tells_every_option_with_its_default(kind, capsys):
+    assert main([kind, "--help"]) == 0
     out = capsys.readouterr().out
-    for name, option in options(GRPOConfig).items():
+    for name, option in options(CONFIGS[kind]).items():
         section, _, leaf = name.rpartition(".")
         assert leaf in out and section in out
         assert option.help.split()[0] in out
@@ -60,7 +61,7 @@ def test_help_of_grpo_tells_every_option_with_its_default(capsys):
     assert max(map(len, out.splitlines())) <= 130
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "grpo"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in CONFIGS])
 def test_help_of_each_command(name, capsys):
     with pytest.raises(SystemExit) as left:
         main([name, "--help"])
@@ -125,7 +126,7 @@ class Trainer(types.ModuleType):
         super().__init__("tinyllm.post.run")
         self.path, self.failure, self.config, self.callbacks = path, failure, None, None
 
-    def grpo(self, config: GRPOConfig, *, callbacks: list[Callback]) -> RunResult:
+    def train(self, config: GRPOConfig, *, callbacks: list[Callback]) -> RunResult:
         self.config, self.callbacks = config, callbacks
         path = self.path
         result = RunResult(path, evaluation(0, 23), evaluation(2, 138), path / "report.png", path / "model")
@@ -138,7 +139,7 @@ class Trainer(types.ModuleType):
 
     def resume(self, path: str, *, callbacks: list[Callback]) -> RunResult:
         self.resumed = path
-        return self.grpo(CONFIG, callbacks=callbacks)
+        return self.train(CONFIG, callbacks=callbacks)
 
 
 FACTS = {"parameters": 134_515_008, "dtype": "float32", "device": "cpu", "train_prompts": 519, "held_out_prompts": 162}
@@ -201,7 +202,7 @@ def test_resume_goes_on_with_a_run(trainer, capsys):
     [
         (TrainingStopped("three non-finite steps in a row"), 1, "error: three non-finite steps in a row"),
         (ConfigError("data.file = x: empty"), 2, "error: data.file = x: empty"),
-        (Interrupted("runs/x", 7), 130, "stopped: after step 7; go on with: tinyllm grpo --resume runs/x"),
+        (Interrupted("runs/x", 7, "grpo"), 130, "stopped: after step 7; go on with: tinyllm grpo --resume runs/x"),
         (KeyboardInterrupt(), 130, "stopped: interrupted"),
         (MemoryError(), 1, "error: out of memory; lower sampling.max_batch or train.tokens_per_microbatch"),
         (

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyllm.config import SHORTCUTS, GRPOConfig, LoraConfig
+from tinyllm.config import CONFIGS, SHORTCUTS, GRPOConfig, LoraConfig
 from tinyllm.configio import (
     check,
     from_dict,
@@ -42,12 +42,13 @@ def test_optional_values_default_to_none():
 
 
 def test_every_option_has_a_description_that_fits_a_line():
-    for option in options(GRPOConfig).values():
-        assert 5 < len(option.help) < 101, option.name
+    for kind in CONFIGS.values():
+        for option in options(kind).values():
+            assert 5 < len(option.help) < 101, option.name
 
 
 def test_shortcuts_name_options():
-    assert set(SHORTCUTS.values()) <= set(options(GRPOConfig))
+    assert set(SHORTCUTS.values()) <= {name for kind in CONFIGS.values() for name in options(kind)}
 
 
 @pytest.mark.parametrize(

@@ -211,11 +211,11 @@ def test_memory_estimate_by_hand():
     assert parts["gradients"] == 4 * 2 * 2 * sides
     with_kl = replace(config, objective=ObjectiveConfig(beta=0.04))
     assert dict(memory_estimate(arch, torch.float32, with_kl).parts)["reference model"] == 4 * parameters
-    parts = dict(memory_estimate(arch, torch.float32, config, longest_prompt=40).parts)
+    parts = dict(memory_estimate(arch, torch.float32, config, longest=40 + 24).parts)
     assert parts["key-value cache"] == 128 * (40 + 24) * 2 * 2 * 16 * 4
     short = dict(
         memory_estimate(
-            arch, torch.float32, replace(config, model=ModelConfig(gradient_checkpointing=True)), longest_prompt=40
+            arch, torch.float32, replace(config, model=ModelConfig(gradient_checkpointing=True)), longest=40 + 24
         ).parts
     )
     assert short["activations"] < parts["activations"]

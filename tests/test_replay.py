@@ -28,7 +28,7 @@ def finished(tmp_path_factory):
     config = tiny.config(
         model, rows, folder / "run", train={"updates_per_batch": 2}, run={"checkpoint_every": 2}, objective={"beta": 0.05}
     )  # fmt: skip
-    runs.grpo(replace(config, reward=replace(config.reward, functions=("light_rewards:many_digits",))))
+    runs.train(replace(config, reward=replace(config.reward, functions=("light_rewards:many_digits",))))
     return folder / "run"
 
 

@@ -23,7 +23,7 @@ from tinyllm.callbacks import Callback, Interrupted, RunResult
 from tinyllm.config import GRPOConfig
 from tinyllm.configio import to_dict, to_toml
 from tinyllm.errors import RunError
-from tinyllm.post.run import grpo, resume
+from tinyllm.post.run import resume, train
 from tinyllm.rundir import RunDir
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -107,7 +107,7 @@ class Runs:
         reward = getattr(tiny, self.reward)
         if (path / "manifest.json").exists():
             return resume(path, reward=reward)
-        return grpo(self.config(path), reward=reward)
+        return train(self.config(path), reward=reward)
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +287,7 @@ def test_another_start_is_refused(tmp_path):
     """The run goes on with the model, data and reward it was started with, or not at all."""
     save(llama(), tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl")
-    grpo(config(tmp_path / "model", rows, tmp_path / "run", train={"steps": 1}), reward=tiny.many_digits)
+    train(config(tmp_path / "model", rows, tmp_path / "run", train={"steps": 1}), reward=tiny.many_digits)
 
     def refused(what, reward=tiny.many_digits):
         with pytest.raises(RunError, match=f"the {what} changed since the run was started"):
@@ -310,7 +310,7 @@ def test_another_reward_file_is_refused(tmp_path):
     source = "def score(completions, **_):\n    return [len(c) / {} for c in completions]\n"
     (tmp_path / "mine.py").write_text(source.format(10))
     reward = {"functions": (f"{tmp_path / 'mine.py'}:score",)}
-    grpo(config(tmp_path / "model", rows, tmp_path / "run", train={"steps": 1}, reward=reward))
+    train(config(tmp_path / "model", rows, tmp_path / "run", train={"steps": 1}, reward=reward))
     (tmp_path / "mine.py").write_text(source.format(11))
     with pytest.raises(RunError, match="the verifier changed since the run was started"):
         resume(tmp_path / "run")
@@ -331,9 +331,9 @@ def test_a_run_that_stops_has_saved_the_step_it_names(runs, tmp_path, monkeypatc
         yield lambda: next(looks) >= look
 
     with monkeypatch.context() as patched:
-        patched.setattr("tinyllm.post.run._stop_signals", stop_signals)
+        patched.setattr("tinyllm.post.parts._stop_signals", stop_signals)
         with pytest.raises(Interrupted) as stopped:
-            grpo(runs("plain").config(tmp_path / "run"), reward=tiny.many_digits)
+            train(runs("plain").config(tmp_path / "run"), reward=tiny.many_digits)
     assert RunDir.read(tmp_path / "run").load_checkpoint()[0] == stopped.value.step
     resume(tmp_path / "run", reward=tiny.many_digits)
     assert_same(tmp_path / "run", runs("plain").whole())

@@ -520,7 +520,12 @@ def test_a_foreign_manifest_is_one_line(tmp_path, text):
 
 
 def test_a_manifest_without_or_with_an_unknown_configuration_is_one_line(tmp_path):
-    for config, says in (({}, "no config"), ({"config": {"train": {"stepz": 1}}}, "unknown option 'train.stepz'")):
+    wrong = {"kind": "grpo", "config": {"train": {"stepz": 1}}}
+    for config, says in (
+        ({}, "no config"),
+        ({"kind": "x", "config": {}}, "no config"),
+        (wrong, "option 'train.stepz'"),
+    ):
         write_json(tmp_path / "manifest.json", config)
         with pytest.raises(RunError, match=says):
             RunDir.read(tmp_path)

@@ -391,7 +391,7 @@ def test_nothing_grows_over_300_steps(home, tmp_path, no_picture):
     """Memory after step 100 within 5 MB; open files, threads and child processes constant."""
     import psutil
 
-    from tinyllm.post.run import grpo
+    from tinyllm.post import run as runs
 
     process, seen = psutil.Process(), {}
 
@@ -403,7 +403,7 @@ def test_nothing_grows_over_300_steps(home, tmp_path, no_picture):
     options = {"train": {"steps": 300}, "eval": {"every": 50}, "run": {"checkpoint_every": 20, "threads": 1}}
     reward = {"functions": ("light_rewards:many_digits",)}
     given = config(home / "model", home / "rows.jsonl", tmp_path / "run", reward=reward, **options)
-    grpo(given, callbacks=[Watch()])
+    runs.train(given, callbacks=[Watch()])
     quiet = [step for step in range(100, 301) if step % 20 > 10]  # away from checkpoints, which are written beside
     assert max(seen[s][0] for s in quiet if s > 250) - max(seen[s][0] for s in quiet if s < 150) < 5e6
     assert len({seen[s][1:] for s in quiet}) == 1, sorted({seen[s][1:] for s in quiet})
@@ -443,6 +443,6 @@ def test_a_step_that_ruins_the_weights_is_not_saved(train, tmp_path):
 
 def test_a_taken_folder_is_refused_before_anything_is_loaded(train, tmp_path, monkeypatch):
     train("run")
-    monkeypatch.setattr("tinyllm.post.run.Parts", None)
+    monkeypatch.setattr("tinyllm.post.run.make_parts", None)
     with pytest.raises(RunError, match="already holds a run"):
         train("run")

@@ -84,7 +84,9 @@ def test_an_update_is_the_gradient_of_the_written_objective(preset):
     """On policy every preset's gradient is that of -A logp, aggregated its own way."""
     config = options(objective={"preset": preset})
     moved, result, batch = one_update(GROUPS, config)
-    expected = dense_gradient(llama(), batch, lambda r, logp: -float(batch.advantages[r]) * logp, batch.aggregate)
+    expected = dense_gradient(
+        llama(), batch, lambda r, logp: -float(batch.advantages[r]) * logp, Rules.of(config).aggregate
+    )
     close(moved, expected)
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values()))
     assert result.grad_norm == pytest.approx(norm, rel=1e-4) and norm > 0.01

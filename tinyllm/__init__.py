@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinyllm.callbacks import Callback, RunResult
-    from tinyllm.config import GRPOConfig
+    from tinyllm.config import DPOConfig, GRPOConfig, SFTConfig
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,29 @@ def grpo(
         options["reward"] = reward
         reward = None
     resolved = make_config(config, **options)
-    return run.grpo(resolved, reward=reward, callbacks=[show_progress()] if callbacks is None else callbacks)
+    return run.train(resolved, reward=reward, callbacks=[show_progress()] if callbacks is None else callbacks)
+
+
+def sft(config: SFTConfig | None = None, *, callbacks: Sequence[Callback] | None = None, **options: Any) -> RunResult:
+    """Supervised fine-tuning on completions that are given. The same as `tinyllm sft`, from Python; see grpo."""
+    from tinyllm.config import SFTConfig
+
+    return _on_examples(config or SFTConfig(), callbacks, options)
+
+
+def dpo(config: DPOConfig | None = None, *, callbacks: Sequence[Callback] | None = None, **options: Any) -> RunResult:
+    """Direct Preference Optimization on pairs. The same as `tinyllm dpo`, from Python; see grpo."""
+    from tinyllm.config import DPOConfig
+
+    return _on_examples(config or DPOConfig(), callbacks, options)
+
+
+def _on_examples(config: Any, callbacks: Sequence[Callback] | None, options: dict[str, Any]) -> RunResult:
+    from tinyllm.configio import make_config
+    from tinyllm.post import run
+    from tinyllm.progress import show_progress
+
+    return run.train(make_config(config, **options), callbacks=[show_progress()] if callbacks is None else callbacks)
 
 
 def resume(

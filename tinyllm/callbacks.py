@@ -9,7 +9,9 @@ unscored (a count), unreadable (share of answers that were not found), reward_lo
 grad_norm, lr, tokens (trained), sampler_equal (share of trained tokens whose sampler and trainer log-probabilities are
 the same to the bit), and hashes. Shares are in [0, 1]; what was not measured is None.
 Keys of an `eval` line (on_eval): kind = "eval", step, correct, prompts (counts), kl (to the start policy, per token),
-completion_length.
+completion_length. SFT and DPO have no rewards: their `train` lines lack what comes of them, DPO's add
+preference_accuracy (share of pairs whose chosen completion gained more), margin, chosen_reward and rejected_reward, and
+their `eval` lines have loss with loss_low and loss_high (95%) instead of correct.
 Keys of a timing line: step, step_s, sample_s, verify_s, record_s, update_s, publish_s, sampled_tokens,
 peak_memory_bytes, and what the trainer adds.
 """
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyllm.config import GRPOConfig
+from tinyllm.config import Config
 from tinyllm.errors import TinyLLMError
 from tinyllm.records import Group
 
@@ -32,7 +34,7 @@ class RunInfo:
 
     path: Path
     """The run directory."""
-    config: GRPOConfig
+    config: Config
     first_step: int = 1
     """The first step still to do; more than 1 in a resumed run."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -58,9 +60,9 @@ class Interrupted(TinyLLMError):
 
     exit_code = 130
 
-    def __init__(self, run_dir: Path, step: int):
+    def __init__(self, run_dir: Path, step: int, kind: str):
         self.run_dir, self.step = run_dir, step
-        super().__init__(f"stopped after step {step}; go on with: tinyllm grpo --resume {run_dir}")
+        super().__init__(f"stopped after step {step}; go on with: tinyllm {kind} --resume {run_dir}")
 
 
 class Callback:

@@ -11,11 +11,12 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import tinyllm
-from tinyllm.clitext import Command, grpo_help, overview, table, width
-from tinyllm.config import GRPOConfig
+from tinyllm.clitext import Command, overview, table, training_help, width
+from tinyllm.config import CONFIGS
 from tinyllm.errors import ConfigError, RunError, TinyLLMError
 from tinyllm.files import FULL
 
@@ -91,9 +92,9 @@ class Arguments(argparse.ArgumentParser):
 # Training
 
 
-def _grpo(words: Sequence[str]) -> int:
+def _train(kind: str, words: Sequence[str]) -> int:
     if {"-h", "--help"} & set(words):
-        print(grpo_help(COMMANDS["grpo"].about))
+        print(training_help(CONFIGS[kind], COMMANDS[kind].about))
         return 0
     from tinyllm.configio import load_toml, overlay, parse_overrides
 
@@ -106,21 +107,21 @@ def _grpo(words: Sequence[str]) -> int:
 
         config = RunDir.read(resumed).config
     else:
-        config = load_toml(special["config"]) if "config" in special else GRPOConfig()
-        config = overlay(config, parse_overrides(rest))
+        config = load_toml(special["config"], CONFIGS[kind]()) if "config" in special else CONFIGS[kind]()
+        config = overlay(config, parse_overrides(rest, CONFIGS[kind]))
 
     from tinyllm.progress import show_progress
     from tinyllm.trackers import make_trackers
 
     callbacks = [show_progress(), *make_trackers(config.run.trackers)]
     callbacks[0].on_phase("starting")  # importing torch and transformers takes seconds
-    from tinyllm.post.run import grpo, resume
+    from tinyllm.post.run import resume, train
 
     try:
         if resumed is not None:
             resume(resumed, callbacks=callbacks)
         else:
-            grpo(config, callbacks=callbacks)
+            train(config, callbacks=callbacks)
     finally:
         callbacks[0].on_end(None)  # gives the terminal back, whatever happened
     return 0
@@ -311,7 +312,17 @@ COMMANDS = {
     "grpo": Command(
         "Train a model with Group Relative Policy Optimization on a verifiable reward.",
         "tinyllm grpo --data rows.jsonl --reward rewards.py:score --steps 100",
-        _grpo,
+        partial(_train, "grpo"),
+    ),
+    "sft": Command(
+        "Train a model on completions that are given (supervised fine-tuning).",
+        "tinyllm sft --data rows.jsonl --epochs 2",
+        partial(_train, "sft"),
+    ),
+    "dpo": Command(
+        "Train a model on pairs of a better and a worse completion (Direct Preference Optimization).",
+        "tinyllm dpo --from-run runs/20260101-120000 --model MODEL",
+        partial(_train, "dpo"),
     ),
     "models": Command("List the models that come with tinyllm.", "tinyllm models", _models),
     "tasks": Command("List the tasks and data recipes.", "tinyllm tasks", _tasks),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinyllm.config import SHORTCUTS, GRPOConfig
+from tinyllm.config import SHORTCUTS
 from tinyllm.options import describe_type, options, to_text
 
 
@@ -42,17 +42,18 @@ def overview(commands: Mapping[str, Command]) -> str:
     )
 
 
-def grpo_help(about: str) -> str:
+def training_help(kind: Any, about: str) -> str:
     """`tinyllm grpo --help`: every option with its default and meaning, section by section."""
-    short = ", ".join(f"--{name}" for name in ("data", *SHORTCUTS))
+    known = options(kind)
+    short = ", ".join(f"--{name}" for name in ("data", *(n for n, full in SHORTCUTS.items() if full in known)))
     lines = [
         about,
         "",
-        "  tinyllm grpo [--config FILE.toml] [--section.option VALUE ...]",
-        "  tinyllm grpo --resume RUN",
+        f"  tinyllm {kind.kind} [--config FILE.toml] [--section.option VALUE ...]",
+        f"  tinyllm {kind.kind} --resume RUN",
         "",
         textwrap.fill(
-            f"A section may be left out where only one has the option: --group-size 4. Shorter still: {short}. "
+            f"A section may be left out where only one has the option: --lr 1e-5. Shorter still: {short}. "
             "Lists are a,b,c; a true|false option alone means true; none unsets. "
             "A TOML file has the same sections and names; the command line wins over it.",
             width(),
@@ -60,26 +61,26 @@ def grpo_help(about: str) -> str:
     ]
     section = None
     rows: list[tuple[str, ...]] = []
-    for name, option in options(GRPOConfig).items():
+    for name, option in known.items():
         part, _, leaf = name.rpartition(".")
         if part != section:
             lines += [table(rows, indent=2, widths=WIDTHS)] if rows else []
-            lines += ["", bold(part or "general") + f"  {_section_help(part)}"]
+            lines += ["", bold(part or "general") + f"  {_section_help(kind, part)}"]
             section, rows = part, []
-        kind = describe_type(option.type)
-        telling = "|" in kind or (option.default is None and kind != "text")
-        rows.append((leaf, to_text(option.default), option.help + (f" ({kind})" if telling else "")))
+        what = describe_type(option.type)
+        telling = "|" in what or (option.default is None and what != "text")
+        rows.append((leaf, to_text(option.default), option.help + (f" ({what})" if telling else "")))
     return "\n".join([*lines, table(rows, indent=2, widths=WIDTHS)])
 
 
 WIDTHS = (22, 21)
 
 
-def _section_help(section: str) -> str:
-    kind: Any = GRPOConfig()
-    for part in section.split(".") if section else ():
-        kind = getattr(kind, part)
-    return type(kind).__doc__ or ""
+def _section_help(kind: Any, section: str) -> str:
+    part: Any = kind()
+    for name in section.split(".") if section else ():
+        part = getattr(part, name)
+    return type(part).__doc__ or ""
 
 
 def table(rows: Sequence[Sequence[str]], *, indent: int = 0, widths: Sequence[int] = ()) -> str:

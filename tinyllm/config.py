@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 
 def opt(
@@ -189,6 +189,7 @@ class RunConfig:
 class GRPOConfig:
     """Everything that decides a run."""
 
+    kind: ClassVar[str] = "grpo"
     seed: int = opt(0, "seed of everything random: order of prompts, sampling, new weights", ge=0)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -202,11 +203,105 @@ class GRPOConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
 
+# Training on completions that are given: SFT and DPO
+
+
+@dataclass(frozen=True)
+class ExampleDataConfig:
+    """Where the rows come from."""
+
+    file: str | None = opt(None, "your rows, .jsonl or .parquet")
+    dataset: str | None = opt(None, "your rows from `datasets`: name, name:config or name:config:split")
+    columns: Mapping[str, str] = opt({}, "our column = yours, for example prompt=question,completion=answer")
+    prompt_rule: Literal["auto", "chat", "raw"] = opt("auto", "chat template or raw text; auto = chat if there is one")
+    system_prompt: str | None = opt(None, "system message put before every chat prompt")
+    seed: int | None = opt(None, "seed of the order of rows only; not set = the run's seed", ge=0)
+    held_out: str | None = opt(None, "file of rows kept for evaluation, .jsonl or .parquet")
+    held_out_fraction: float = opt(0.1, "share of your rows kept for evaluation when there is no held_out", ge=0, lt=1)
+    max_tokens: int = opt(1024, "longest row: prompt and completion together", ge=2)
+    on_bad_row: Literal["refuse", "skip"] = opt("refuse", "what to do with rows that cannot be used")
+
+
+@dataclass(frozen=True)
+class SFTDataConfig(ExampleDataConfig):
+    """Rows with prompt and completion, or with messages (a chat)."""
+
+    turns: Literal["last", "all"] = opt("last", "of a chat: train on its last answer, or on every assistant turn")
+
+
+@dataclass(frozen=True)
+class DPODataConfig(ExampleDataConfig):
+    """Rows with prompt, chosen and rejected, or the recorded rollouts of a run."""
+
+    from_run: str | None = opt(None, "run directory: pairs of its rollouts, the better rewarded one chosen")
+    pairs_per_group: int = opt(
+        1, "pairs of each group of from_run: best with worst, second with second last, ...", ge=1
+    )
+
+
+@dataclass(frozen=True)
+class DPOObjectiveConfig:
+    """What is minimized: the sigmoid loss of Direct Preference Optimization."""
+
+    beta: float = opt(0.1, "how strongly the policy is held to the reference", gt=0)
+    label_smoothing: float = opt(0.0, "chance that a pair is labelled the wrong way round", ge=0, lt=0.5)
+    length_normalized: bool = opt(False, "divide each log-ratio by the completion's number of tokens")
+
+
+@dataclass(frozen=True)
+class ExampleTrainConfig:
+    """How much is trained, in which portions."""
+
+    epochs: float = opt(1.0, "how often every row is trained on; used when steps is not set", gt=0)
+    steps: int = opt(0, "batches to train on; 0 = what epochs makes", ge=0)
+    batch_size: int = opt(16, "rows in a batch", ge=1)
+    tokens_per_microbatch: int = opt(2048, "distinct tokens in one forward and backward pass; bounds memory", ge=1)
+    early_stop_evals: int = opt(0, "stop after this many evaluations without a new best; 0 = never", ge=0)
+    max_bad_steps: int = opt(3, "stop after this many steps in a row with a non-finite loss", ge=1)
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Everything that decides a run of supervised fine-tuning."""
+
+    kind: ClassVar[str] = "sft"
+    seed: int = opt(0, "seed of everything random: order of rows, new weights", ge=0)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: ExampleTrainConfig = field(default_factory=ExampleTrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+@dataclass(frozen=True)
+class DPOConfig:
+    """Everything that decides a run of Direct Preference Optimization."""
+
+    kind: ClassVar[str] = "dpo"
+    seed: int = opt(0, "seed of everything random: order of pairs, new weights", ge=0)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DPODataConfig = field(default_factory=DPODataConfig)
+    objective: DPOObjectiveConfig = field(default_factory=DPOObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6))
+    train: ExampleTrainConfig = field(default_factory=ExampleTrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+Config = GRPOConfig | SFTConfig | DPOConfig
+CONFIGS: Mapping[str, type[Config]] = {kind.kind: kind for kind in (GRPOConfig, SFTConfig, DPOConfig)}
+"""The kinds of run, each its own command."""
+
+
 SHORTCUTS = {
     "model": "model.name",
     "reward": "reward.functions",
     "reference": "model.reference",
     "preset": "objective.preset",
+    "from_run": "data.from_run",
     "out": "run.dir",
 }
 """Short names, beside `data` (a file or a datasets name); any other section may be left out where that is plain."""

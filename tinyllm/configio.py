@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyllm.config import SHORTCUTS, GRPOConfig
+from tinyllm.config import SHORTCUTS, DPOConfig, GRPOConfig, SFTConfig
 from tinyllm.errors import ConfigError
 from tinyllm.options import (
     coerce,
@@ -36,7 +36,7 @@ def _kind(config: Any) -> Any:
 # Building
 
 
-def make_config(base: GRPOConfig | None = None, /, **given: Any) -> GRPOConfig:
+def make_config(base: Any = None, /, **given: Any) -> Any:
     """A checked configuration from Python keywords, laid over `base` (or the defaults).
 
     Each keyword is a whole section (`lora=LoraConfig(rank=8)` or `lora={"rank": 8}`), or any option by the name the
@@ -50,7 +50,7 @@ def make_config(base: GRPOConfig | None = None, /, **given: Any) -> GRPOConfig:
         elif name in ("model", "data", "reward") and not isinstance(value, Mapping):
             flat |= shortcut(name, value)
         else:
-            flat |= flatten({name: value}, loose=True)
+            flat |= flatten({name: value}, _kind(config), loose=True)
     return overlay(config, flat)
 
 
@@ -78,11 +78,13 @@ def flatten(nested: Mapping[str, Any], kind: Any = GRPOConfig, *, loose: bool = 
             elif name in known:
                 yield name, value
             elif name in sections:
-                raise ConfigError(f"{name} = {show_value(value)}: [{name}] is a section; {nearest_name(name, known)}")
+                raise ConfigError(
+                    f"{name} = {show_value(value)}: [{name}] is a section; {nearest_name(name, known, kind)}"
+                )
             elif loose:
                 yield resolve_name(name, kind), value
             else:
-                raise ConfigError(f"unknown option {name!r}; {nearest_name(name, known)}")
+                raise ConfigError(f"unknown option {name!r}; {nearest_name(name, known, kind)}")
 
     return dict(walk("", nested))
 
@@ -113,21 +115,28 @@ def check(config: Any) -> None:
     """Every value against its type and bounds, then values against each other. Raises ConfigError."""
     for name, option in options(_kind(config)).items():
         coerce(option, value_of(config, name))
+    if isinstance(config, GRPOConfig | SFTConfig | DPOConfig):
+        _check_run(config)
     if isinstance(config, GRPOConfig):
-        _check_together(config)
+        _check_grpo(config)
+    if isinstance(config, SFTConfig) and config.model.reference is not None:
+        raise ConfigError(f"model.reference = {config.model.reference!r}: SFT has no reference policy; leave it out")
 
 
-def _check_together(c: GRPOConfig) -> None:
+def _check_run(c: GRPOConfig | SFTConfig | DPOConfig) -> None:
     if c.data.file and c.data.dataset:
         raise ConfigError(f"data.file = {c.data.file!r} and data.dataset = {c.data.dataset!r}: give one of them")
+    if c.optimizer.warmup_steps > c.train.steps and (c.kind == "grpo" or c.train.steps):
+        raise ConfigError(
+            f"optimizer.warmup_steps = {c.optimizer.warmup_steps}: more than train.steps = {c.train.steps}; lower it"
+        )
+
+
+def _check_grpo(c: GRPOConfig) -> None:
     if c.reward.weights and len(c.reward.weights) != len(c.reward.functions):
         count = len(c.reward.functions)
         raise ConfigError(
             f"reward.weights = {show_value(c.reward.weights)}: give one per function, {count} in all, or none"
-        )
-    if c.optimizer.warmup_steps > c.train.steps:
-        raise ConfigError(
-            f"optimizer.warmup_steps = {c.optimizer.warmup_steps}: more than train.steps = {c.train.steps}; lower it"
         )
     low, high = c.objective.clip_low, c.objective.clip_high
     if low is not None and low > 1:
@@ -223,7 +232,9 @@ def parse_overrides(words: Sequence[str], kind: Any = GRPOConfig) -> dict[str, A
     while queue:
         word = queue.pop(0)
         if not word.startswith("--"):
-            raise ConfigError(f"unexpected {word!r}; options are written --name value (see: tinyllm grpo --help)")
+            raise ConfigError(
+                f"unexpected {word!r}; options are written --name value (see: tinyllm {kind.kind} --help)"
+            )
         name, equals, text = word[2:].partition("=")
         full = name if name == "data" else resolve_name(name, kind)
         if not equals:

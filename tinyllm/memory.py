@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinyllm.config import Config, DPOConfig, GRPOConfig
 from tinyllm.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from tinyllm.config import GRPOConfig
 
 
 @functools.cache
@@ -97,15 +96,15 @@ def skeleton(arch: PretrainedConfig) -> PreTrainedModel:
 
 
 def memory_estimate(
-    arch: PretrainedConfig, dtype: torch.dtype, config: GRPOConfig | None = None, longest_prompt: int | None = None
+    arch: PretrainedConfig, dtype: torch.dtype, config: Config | None = None, longest: int | None = None
 ) -> MemoryEstimate:
-    """What a model takes: its weights; with a run's config, gradients and optimizer; with the longest prompt, the rest.
+    """What a model takes: its weights; with a run's config, gradients and optimizer; with a longest sequence, the rest.
 
     P parameters in `dtype`, P_t of them trained. Gradients and AdamW's two moments are fp32, 12 bytes per P_t, and
     bf16 weights have fp32 masters, 4 more; a separate reference model is another P. The key-value cache holds
-    sampling.cache_tokens, or max_batch x (longest prompt + max_new_tokens). Activations per token and layer are about
-    8 H + 5 H_q + 4 I elements (H hidden size, H_q query heads x their size, I feed-forward size), or H with gradient
-    checkpointing and one layer in full: 20% around what was measured for Llama, Qwen 3 and GPT-2 layers.
+    sampling.cache_tokens, or max_batch x longest (tokens, prompt and completion). Activations per token and layer are
+    about 8 H + 5 H_q + 4 I elements (H hidden size, H_q query heads x their size, I feed-forward size), or H with
+    gradient checkpointing and one layer in full: 20% around what was measured for Llama, Qwen 3 and GPT-2 layers.
     """
     import torch
 
@@ -123,9 +122,10 @@ def memory_estimate(
     moments = 2 if config.optimizer.name == "adamw" else 0
     masters = 1 if dtype == torch.bfloat16 else 0
     parts += [("gradients", 4 * trained), ("optimizer", 4 * (moments + masters) * trained)]
-    if config.model.reference or (config.objective.beta > 0 and not config.lora.rank):
+    measured = isinstance(config, DPOConfig) or (isinstance(config, GRPOConfig) and config.objective.beta > 0)
+    if config.model.reference or (measured and not config.lora.rank):
         parts.append(("reference model", parameters * size))
-    if longest_prompt is None:
+    if longest is None:
         return MemoryEstimate(tuple(parts))
 
     text = arch.get_text_config()
@@ -134,11 +134,14 @@ def memory_estimate(
     head_size = getattr(text, "head_dim", None) or hidden // heads
     key_value = (getattr(text, "num_key_value_heads", None) or heads) * head_size
     feed_forward = getattr(text, "intermediate_size", None) or 4 * hidden
-    sampling, train = config.sampling, config.train
-    cached = sampling.cache_tokens or sampling.max_batch * (longest_prompt + sampling.max_new_tokens)
-    parts.append(("key-value cache", cached * layers * 2 * key_value * size))
-    in_step = train.prompts_per_step * (longest_prompt + sampling.group_size * sampling.max_new_tokens)
-    tokens = min(train.tokens_per_microbatch, in_step)
+    if isinstance(config, GRPOConfig):
+        sampling = config.sampling
+        cached = sampling.cache_tokens or sampling.max_batch * longest
+        parts.append(("key-value cache", cached * layers * 2 * key_value * size))
+        in_step = config.train.prompts_per_step * (longest + (sampling.group_size - 1) * sampling.max_new_tokens)
+    else:
+        in_step = config.train.batch_size * longest * (2 if isinstance(config, DPOConfig) else 1)
+    tokens = min(config.train.tokens_per_microbatch, in_step)
     in_layer = 8 * hidden + 5 * heads * head_size + 4 * feed_forward
     kept = layers * hidden + in_layer if config.model.gradient_checkpointing else layers * in_layer
     parts.append(("activations", tokens * kept * size))

@@ -11,20 +11,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from tinyllm.bundled import BUNDLED, bundled_model, cached, quiet_transformers
 from tinyllm.errors import ConfigError, DataError, ModelError
 from tinyllm.files import new_folder
-from tinyllm.hashing import hash_tensors
+from tinyllm.hashing import hash_bytes, hash_json, hash_tensors
 from tinyllm.memory import memory_estimate, native_bf16, require_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from tinyllm.config import GRPOConfig
+    from tinyllm.config import Config
 
 Message = Mapping[str, Any]
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError)
@@ -142,7 +142,7 @@ def _classes(entry: Any) -> tuple[type, ...]:
 
 
 def load_model(
-    name: str, dtype: str = "auto", device: str = "auto", *, config: GRPOConfig | None = None
+    name: str, dtype: str = "auto", device: str = "auto", *, config: Config | None = None
 ) -> PreTrainedModel:
     """Load a causal LM from a bundled name, folder or hub id: safetensors only, no remote code, in eval mode.
 
@@ -261,16 +261,22 @@ def _chat_ids(
         if any(message["role"] == "system" for message in messages):
             raise DataError("the prompt has a system message of its own and system_prompt is set; unset one")
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    text = _apply_template(tokenizer, messages, continued=messages[-1]["role"] == "assistant")
+    text = apply_template(tokenizer, messages, "open" if messages[-1]["role"] == "assistant" else "asked")
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], continued: bool) -> str:
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], ending: Literal["asked", "open", "closed"]
+) -> str:
+    """A chat as the template writes it: with the head of an answer to come, its last message left open, or as it is.
+
+    Raises DataError when the template refuses it.
+    """
     from jinja2 import TemplateError
 
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued
+            messages, tokenize=False, add_generation_prompt=ending == "asked", continue_final_message=ending == "open"
         )
     except (TemplateError, ValueError, TypeError) as error:
         raise DataError(f"the model's chat template refuses the prompt: {error}") from error
@@ -350,6 +356,12 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase | None, path: Path
             model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of all that a tokenizer does besides its chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return hash_bytes(backend.to_str().encode()) if backend else hash_json(tokenizer.get_vocab())
 
 
 def content_hash(model: torch.nn.Module) -> str:

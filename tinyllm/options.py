@@ -36,18 +36,20 @@ class Option:
 
 
 @cache
-def options(kind: Any, prefix: str = "") -> dict[str, Option]:
+def options(kind: Any) -> dict[str, Option]:
     """All leaves of a configuration class by dotted name, in the order of the source."""
+    return _leaves(kind(), "")
+
+
+def _leaves(default: Any, prefix: str) -> dict[str, Option]:
     found: dict[str, Option] = {}
-    types_ = typing.get_type_hints(kind)
-    default = kind()
-    for item in fields(kind):
-        name, hint = prefix + item.name, types_[item.name]
-        if is_dataclass(hint):
-            found |= options(typing.cast(type, hint), name + ".")
+    types_ = typing.get_type_hints(type(default))
+    for item in fields(default):
+        name, value = prefix + item.name, getattr(default, item.name)
+        if is_dataclass(value):
+            found |= _leaves(value, name + ".")
         else:
-            meta = item.metadata
-            found[name] = Option(name, hint, getattr(default, item.name), meta["help"], meta["bounds"])
+            found[name] = Option(name, types_[item.name], value, item.metadata["help"], item.metadata["bounds"])
     return found
 
 
@@ -70,10 +72,10 @@ def resolve_name(name: str, kind: Any = GRPOConfig) -> str:
         return fits[0]
     if fits:
         raise ConfigError(f"option {name!r} could be {' or '.join(fits)}; give the whole name")
-    raise ConfigError(f"unknown option {name!r}; {nearest_name(name, known)}")
+    raise ConfigError(f"unknown option {name!r}; {nearest_name(name, known, kind)}")
 
 
-def nearest_name(name: str, known: Mapping[str, Option]) -> str:
+def nearest_name(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig) -> str:
     """A hint for an unknown name: the nearest one, or what its section has."""
     leaf = name.rpartition(".")[2]
     by_leaf: dict[str, str] = {}
@@ -86,7 +88,7 @@ def nearest_name(name: str, known: Mapping[str, Option]) -> str:
     if close := difflib.get_close_matches(name.partition(".")[0], sections - {""}, n=1):
         inside = [full.rpartition(".")[2] for full in known if full.startswith(close[0] + ".")]
         return f"[{close[0]}] has: {', '.join(inside)}"
-    return "see: tinyllm grpo --help"
+    return f"see: tinyllm {kind.kind} --help"
 
 
 # Values

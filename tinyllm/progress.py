@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tinyllm.callbacks import Callback, RunInfo, RunResult
-from tinyllm.config import GRPOConfig
+from tinyllm.config import Config, GRPOConfig
 from tinyllm.records import Group, Prompt, Rollout
-from tinyllm.stats import held_out_score
+from tinyllm.stats import held_out_score, score_kind
 
 SPARKS = "▁▂▃▄▅▆▇█"
 LAST_STEPS = 10
@@ -67,7 +67,8 @@ class PlainProgress(Callback):
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
         right = f"{row['correct']} of " if row.get("correct") is not None else ""
-        self.say(f"step {row['step']}  {score_name(row)} {accuracy(row)}  ({right}{row['prompts']} prompts)")
+        rows = "rows" if score_kind(row) == "loss" else "prompts"
+        self.say(f"step {row['step']}  {score_name(row)} {accuracy(row)}  ({right}{row['prompts']} {rows})")
         if not self.seconds:
             self.last = time.monotonic()  # the evaluation before training is no part of a step
 
@@ -180,28 +181,35 @@ class ReplayProgress(Callback):
 def headline(info: RunInfo) -> str:
     """What is about to be trained, on what, and where it is written."""
     config, facts = info.config, info.facts
-    what = f"{Path(config.model.name).name} on {source_name(config)}, {config.objective.preset}, seed {config.seed}"
+    how = config.objective.preset if isinstance(config, GRPOConfig) else config.kind
+    what = f"{Path(config.model.name).name} on {source_name(config)}, {how}, seed {config.seed}"
     if info.first_step > 1:
         what += f", going on with step {info.first_step}"
     told = []
     if "parameters" in facts:
         told.append(f"{facts['parameters'] / 1e6:,.1f}M parameters trained in {facts['dtype']} on {facts['device']}")
     if "train_prompts" in facts:
-        told.append(f"{facts['train_prompts']:,} prompts to train on, {facts['held_out_prompts']:,} held out")
+        rows = {"grpo": "prompts", "sft": "rows", "dpo": "pairs"}[config.kind]
+        told.append(f"{facts['train_prompts']:,} {rows} to train on, {facts['held_out_prompts']:,} held out")
     if facts.get("skipped_rows"):
         told.append(f"{facts['skipped_rows']:,} bad rows skipped")
     return "\n".join(line for line in (what, "; ".join(told), f"run directory {info.path}") if line)
 
 
-def source_name(config: GRPOConfig) -> str:
+def source_name(config: Config) -> str:
     """Where the prompts come from, in a word."""
-    return Path(config.data.file or config.data.dataset or config.data.task).name
+    data = config.data
+    otherwise = str(getattr(data, "from_run", None) or getattr(data, "task", "?"))
+    return Path(data.file or data.dataset or otherwise).name
 
 
 def numbers(metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> list[str]:
     """The figures of a step that are worth a glance."""
     shown = []
-    for name, key in (("reward", "reward_mean"), ("accuracy", "accuracy"), ("KL", "kl"), ("entropy", "entropy")):
+    given = "reward_mean" not in metrics  # completions that are given, not sampled: the loss is what falls
+    names = [("loss", "loss"), ("pairs right", "preference_accuracy"), ("margin", "margin")] if given else []
+    names += [("reward", "reward_mean"), ("accuracy", "accuracy"), ("KL", "kl"), ("entropy", "entropy")]
+    for name, key in names:
         if metrics.get(key) is not None and not (key == "accuracy" and metrics[key] == metrics.get("reward_mean")):
             shown.append(f"{name} {metrics[key]:.2f}")
     if metrics.get("completion_length") is not None:
@@ -210,23 +218,25 @@ def numbers(metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> list[str]:
         shown.append(f"sampler = trainer {100 * metrics['sampler_equal']:.4g}%")
     if metrics.get("unscored"):
         shown.append(f"unscored {metrics['unscored']}")
-    if timing.get("sampled_tokens") and timing.get("step_s"):
-        shown.append(f"{timing['sampled_tokens'] / timing['step_s']:,.0f} tokens/s")
+    tokens = metrics.get("tokens") if given else timing.get("sampled_tokens")
+    if tokens and timing.get("step_s"):
+        shown.append(f"{tokens / timing['step_s']:,.0f} tokens/s")
     return shown
 
 
 def accuracy(row: Mapping[str, Any]) -> str:
-    """0.85 [0.79, 0.90] from an evaluation's counts; the mean reward where nothing says what is correct."""
+    """0.85 [0.79, 0.90] from an evaluation's counts, or its loss; the mean reward where nothing is called correct."""
     score = held_out_score(row)
     if score is None:
         return "nothing scored"
-    interval = f" [{score[1]:.2f}, {score[2]:.2f}]" if row.get("correct") is not None else ""
-    return f"{score[0]:.2f}{interval}"
+    digits = 3 if score_kind(row) == "loss" else 2
+    interval = f" [{score[1]:.{digits}f}, {score[2]:.{digits}f}]" if score_kind(row) != "reward" else ""
+    return f"{score[0]:.{digits}f}{interval}"
 
 
 def score_name(row: Mapping[str, Any]) -> str:
     """What `accuracy` shows of this row."""
-    return "held-out reward" if row.get("correct") is None else "held-out accuracy"
+    return f"held-out {score_kind(row)}"
 
 
 def samples(groups: Sequence[Group], step: int, count: int) -> list[tuple[Prompt, Rollout]]:
@@ -277,7 +287,8 @@ def summary(result: RunResult) -> list[str]:
     lines = [""]
     if result.before is not None and result.after is not None:
         name = score_name(result.after)
-        note = f"({result.after['prompts']} prompts" + (", 95% intervals)" if "accuracy" in name else ")")
+        rows = "rows" if "loss" in name else "prompts"
+        note = f"({result.after['prompts']} {rows}" + (")" if "reward" in name else ", 95% intervals)")
         lines += [f"{name} before  {accuracy(result.before)}", f"{name} after   {accuracy(result.after)}   {note}"]
     lines.append(f"run    {result.run_dir}")
     if result.plot is not None:

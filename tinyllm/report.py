@@ -1,4 +1,4 @@
-"""report.png: the six curves that tell how a run went, from metrics.jsonl alone."""
+"""report.png: the six curves that tell how a run went, from metrics.jsonl alone; which six, its kind says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tinyllm.files import write_atomic
 from tinyllm.rundir import RunDir
-from tinyllm.stats import held_out_score
+from tinyllm.stats import held_out_score, score_kind
 
 INK, FAINT, BLUE, ORANGE, GREEN = "#222222", "#9a9a9a", "#2563a8", "#d9822b", "#2e8b57"
 STYLE = {
@@ -48,7 +48,7 @@ def write_report(run: RunDir) -> Path:
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.02)
         try:
             figure.suptitle(_title(run, train, evals), x=0.012, ha="left", fontsize=14)
-            panels = (_reward, _accuracy, _kl, _clip, _length, _entropy)
+            panels = PANELS[run.config.kind]
             for axis, panel in zip(axes.flat, panels, strict=True):
                 panel(axis, train, evals)
                 _finish(axis, train, evals)
@@ -62,14 +62,14 @@ def write_report(run: RunDir) -> Path:
 
 
 def _title(run: RunDir, train: Rows, evals: Rows) -> str:
-    config = run.config
-    source = config.data.file or config.data.dataset or config.data.task
+    config, data = run.config, run.config.data
+    source = str(data.file or data.dataset or getattr(data, "from_run", None) or getattr(data, "task", "?"))
     name = Path(config.model.name).name
-    parts = [f"{name} on {Path(source).name}", f"{len(train)} steps, {config.objective.preset}, seed {config.seed}"]
+    how = config.objective.preset if config.kind == "grpo" else config.kind
+    parts = [f"{name} on {Path(source).name}", f"{len(train)} steps, {how}, seed {config.seed}"]
     scores = [score for row in evals if (score := held_out_score(row))]
     if len(scores) > 1:
-        what = "reward" if evals[0].get("correct") is None else "accuracy"
-        parts.append(f"held-out {what} {scores[0][0]:.2f} → {scores[-1][0]:.2f}")
+        parts.append(f"held-out {score_kind(evals[0])} {scores[0][0]:.2f} → {scores[-1][0]:.2f}")
     return "   ·   ".join(parts)
 
 
@@ -106,10 +106,10 @@ def _accuracy(axis: Any, train: Rows, evals: Rows) -> None:
     if not rows:
         axis.set_title("Held-out accuracy")
         return
-    if rows[0].get("correct") is None:
-        axis.set_title(f"Held-out reward (n = {rows[-1]['prompts']})")
-    else:
-        axis.set_title(f"Held-out accuracy (n = {rows[-1]['prompts']}, 95% interval)")
+    kind = score_kind(rows[0])
+    interval = "" if kind == "reward" else ", 95% interval"
+    axis.set_title(f"Held-out {kind} (n = {rows[-1]['prompts']}{interval})")
+    if kind == "accuracy":
         axis.set_ylim(0, 1)
     steps = [row["step"] for row in rows]
     axis.fill_between(steps, [p[1] for p in points], [p[2] for p in points], color=GREEN, alpha=0.15, linewidth=0)
@@ -171,6 +171,48 @@ def _entropy(axis: Any, train: Rows, evals: Rows) -> None:
     axis.set_title("Entropy (nats per token)")
     _line(axis, train, "entropy", BLUE)
     _from_zero(axis)
+
+
+def _loss(axis: Any, train: Rows, evals: Rows) -> None:
+    axis.set_title("Training loss")
+    _line(axis, train, "loss", BLUE)
+    _from_zero(axis)
+
+
+def _gradient(axis: Any, train: Rows, evals: Rows) -> None:
+    axis.set_title("Gradient norm, before clipping")
+    _line(axis, train, "grad_norm", BLUE)
+    _from_zero(axis)
+
+
+def _rate(axis: Any, train: Rows, evals: Rows) -> None:
+    axis.set_title("Learning rate")
+    steps, rates = _series(train, "lr")
+    axis.plot(steps, rates, color=BLUE)
+    _from_zero(axis)
+
+
+def _preference(axis: Any, train: Rows, evals: Rows) -> None:
+    axis.set_title("Pairs whose chosen completion gained more")
+    _line(axis, train, "preference_accuracy", BLUE, "in training")
+    _line(axis, evals, "preference_accuracy", GREEN, "held out")
+    axis.set_ylim(0, 1.02)
+    axis.legend(loc="lower right")
+
+
+def _implicit_rewards(axis: Any, train: Rows, evals: Rows) -> None:
+    axis.set_title("Implicit reward")
+    _line(axis, train, "chosen_reward", GREEN, "chosen")
+    _line(axis, train, "rejected_reward", ORANGE, "rejected", linestyle="--")
+    if axis.lines:
+        axis.legend()
+
+
+PANELS = {
+    "grpo": (_reward, _accuracy, _kl, _clip, _length, _entropy),
+    "sft": (_loss, _accuracy, _length, _entropy, _gradient, _rate),
+    "dpo": (_loss, _accuracy, _preference, _implicit_rewards, _length, _entropy),
+}
 
 
 def _finish(axis: Any, train: Rows, evals: Rows) -> None:

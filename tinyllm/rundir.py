@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyllm.checkpoint import Checkpoints, log
-from tinyllm.config import GRPOConfig
+from tinyllm.config import CONFIGS
 from tinyllm.configio import from_dict, to_toml
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.files import (
@@ -66,9 +66,9 @@ class RunDir:
         self.path = path
         self.manifest = manifest
         try:
-            self.config: GRPOConfig = from_dict(manifest["config"])
+            self.config: Any = from_dict(manifest["config"], CONFIGS[manifest["kind"]]())
         except KeyError:
-            raise RunError(f"{path / MANIFEST}: not the manifest of a run (it has no config)") from None
+            raise RunError(f"{path / MANIFEST}: not the manifest of a run (it has no config of a known kind)") from None
         except ConfigError as error:
             raise RunError(f"{path / MANIFEST}: {error} (is the run of another version of tinyllm?)") from None
         self.checkpoints = Checkpoints(path / "checkpoints")

@@ -109,6 +109,22 @@ def accuracy(scores: Matrix, clusters: Sequence[Hashable] | None = None, level: 
     return Estimate(mean, *_score_interval(mean, mean * (1 - mean) / error**2, _t_quantile(level, count - 1)))
 
 
+def mean_per_token(sums: Sequence[float], sizes: Sequence[int], level: float = 0.95) -> Estimate:
+    """A ratio of totals, m = sum_c s_c / sum_c n_c (negative log-likelihood per token), with its interval.
+
+    se^2 = C / (C - 1) sum_c (s_c - m n_c)^2 / N^2 over C rows that are independent of each other, and the t quantile of
+    C - 1 degrees of freedom; for a single row the interval is the value, since nothing tells its spread.
+    Source: Cochran, Sampling Techniques (1977), eq. 6.13, with the correction for few rows.
+    """
+    total, count = float(sum(sizes)), len(sums)
+    mean = sum(sums) / total
+    if count < 2:
+        return Estimate(mean, mean, mean)
+    squares = sum((s - mean * n) ** 2 for s, n in zip(sums, sizes, strict=True))
+    half = _t_quantile(level, count - 1) * sqrt(count / (count - 1) * squares) / total
+    return Estimate(mean, mean - half, mean + half)
+
+
 def cluster_bootstrap(
     scores: Matrix, clusters: Sequence[Hashable] | None = None, level: float = 0.95, seed: int = 0
 ) -> Interval:
@@ -294,15 +310,22 @@ def _power_factor(level: float, power: float) -> float:
 
 
 def held_out_score(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """(score, low, high) of an `eval` line: accuracy with its 95% interval, None when nothing was scored.
+    """(score, low, high) of an `eval` line: accuracy, or loss, with its 95% interval; None when nothing was scored.
 
     Without a notion of correct it is the mean reward, whose interval the line cannot tell: low = high = score.
     """
     if not row["prompts"]:
         return None
+    if "loss" in row:
+        return row["loss"], row["loss_low"], row["loss_high"]
     if row.get("correct") is None:
         return row["reward_mean"], row["reward_mean"], row["reward_mean"]
     return row["correct"] / row["prompts"], *wilson(row["correct"], row["prompts"])
+
+
+def score_kind(row: Mapping[str, Any]) -> str:
+    """What held_out_score gives of this line: accuracy, reward or loss."""
+    return "loss" if "loss" in row else "reward" if row.get("correct") is None else "accuracy"
 
 
 def _checked(scores: Matrix, clusters: Sequence[Hashable] | None) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tinyllm.config import GRPOConfig
 from tinyllm.engine.packing import Trie
@@ -79,8 +80,6 @@ class Batch:
     denominator: float
     microbatches: tuple[tuple[int, ...], ...]
     """Row numbers of each forward and backward pass; rows without a gradient are in none."""
-    aggregate: str
-    constant_length: int | None
 
     @property
     def has_signal(self) -> bool:
@@ -114,9 +113,9 @@ def make_batch(groups: Sequence[Group], rules: Rules) -> Batch:
         advantages=advantages,
         trained=trained,
         denominator=step_denominator(mask, rules.aggregate, rules.constant_length),  # type: ignore[arg-type]
-        microbatches=cut(prompts, rollouts, live.nonzero()[:, 0].tolist(), rules.tokens_per_microbatch),
-        aggregate=rules.aggregate,
-        constant_length=rules.constant_length,
+        microbatches=cut(
+            prompts, rollouts, [(row,) for row in live.nonzero()[:, 0].tolist()], rules.tokens_per_microbatch
+        ),
     )
 
 
@@ -143,21 +142,33 @@ def _counted(rollout: Rollout, rules: Rules) -> bool:
 
 
 def cut(
-    prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], rows: Sequence[int], budget: int
+    prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], units: Sequence[tuple[int, ...]], budget: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Cuts rows, in order, into micro-batches of at most `budget` distinct prefixes (what a pass really computes)."""
+    """Cuts rows, in order, into micro-batches of at most `budget` distinct prefixes (what a pass really computes).
+
+    The rows of a unit stay together, whatever it takes.
+    """
     parts: list[tuple[int, ...]] = []
     part: list[int] = []
     trie = Trie()
-    for row in rows:
-        ids = [*prompts[row], *rollouts[row].completion.token_ids[:-1]]
+    for unit in units:
+        sequences = [[*prompts[row], *rollouts[row].completion.token_ids[:-1]] for row in unit]
         before = len(trie)
-        trie.add(ids)
+        for ids in sequences:
+            trie.add(ids)
         if part and len(trie) > budget and len(trie) > before:
             parts.append(tuple(part))
             part, trie = [], Trie()
-            trie.add(ids)
-        part.append(row)
+            for ids in sequences:
+                trie.add(ids)
+        part.extend(unit)
     if part:
         parts.append(tuple(part))
     return tuple(parts)
+
+
+def padded(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One tensor per row, [T_b] each -> (values [B, T], mask [B, T])."""
+    lengths = torch.tensor([len(part) for part in parts], device=parts[0].device)
+    values = pad_sequence(list(parts), batch_first=True)
+    return values, torch.arange(values.shape[1], device=values.device) < lengths[:, None]

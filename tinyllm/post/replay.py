@@ -19,16 +19,17 @@ import torch
 
 from tinyllm import models
 from tinyllm.callbacks import Callback
-from tinyllm.config import GRPOConfig
+from tinyllm.config import Config, GRPOConfig
 from tinyllm.configio import overlay
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.files import json_text, write_atomic
 from tinyllm.hashing import hash_tensor, hash_tensors
 from tinyllm.manifest import compare_manifests
-from tinyllm.post.batch import Batch, Rules, make_batch
+from tinyllm.post.batch import Batch
 from tinyllm.post.grpo import PRESETS
 from tinyllm.post.optimizer import learning_rate
-from tinyllm.post.run import Parts
+from tinyllm.post.parts import Parts
+from tinyllm.post.run import GRPOParts, make_parts
 from tinyllm.post.trainer import derived_columns, hash_verdicts, step_metrics
 from tinyllm.post.update import UpdateResult
 from tinyllm.records import Group, Revision, Rollout, Verdict
@@ -86,8 +87,8 @@ def replay(
         raise ConfigError(f"--tolerance {tolerance}: must be a finite number of at least 0")
     run = RunDir.read(path)
     first, last = _range(run, steps)
-    config = _what_if(run.config, objective, reward)
-    parts = Parts(replace(config, eval=replace(config.eval, every=0)), None, callbacks)
+    config = _what_if(run.config, sample, objective, reward)
+    parts = make_parts(replace(config, eval=replace(config.eval, every=0)), None, callbacks)
     try:
         player = _Player(run, parts, sample, tolerance, compare=objective is None and reward is None)
         done, divergence = 0, None
@@ -123,7 +124,11 @@ def _range(run: RunDir, steps: tuple[int, int] | None) -> tuple[int, int]:
     return first, last
 
 
-def _what_if(config: GRPOConfig, objective: str | None, reward: str | None) -> GRPOConfig:
+def _what_if(config: Config, sample: bool, objective: str | None, reward: str | None) -> Config:
+    if not isinstance(config, GRPOConfig):
+        if asked := [n for n, given in (("sample", sample), ("objective", objective), ("reward", reward)) if given]:
+            raise ConfigError(f"--{asked[0]}: a run of {config.kind} sampled nothing; leave it out")
+        return config
     if objective is not None and objective not in PRESETS:
         raise ConfigError(f"--objective {objective!r}: choose one of {', '.join(PRESETS)}")
     changes: dict[str, Any] = {}
@@ -139,7 +144,7 @@ class _Player:
 
     def __init__(self, run: RunDir, parts: Parts, sample: bool, tolerance: float | None, compare: bool) -> None:
         self.run, self.parts, self.sample, self.tolerance, self.compare = run, parts, sample, tolerance, compare
-        self.rules = Rules.of(parts.config)
+        self.objective = parts.updater.objective
         self.metrics = {row["step"]: row for row in run.metrics("train")}
         self.checkpoints = set(run.checkpoints.steps())
         self.lines: list[dict[str, Any]] = []
@@ -155,7 +160,7 @@ class _Player:
             self.parts.optimizer.load(tensors)
             begin = step
             break
-        self.parts.engine.publish(Revision(begin, self.parts.weights_hash()))
+        self.parts.publish(Revision(begin, self.parts.weights_hash()))
         for step in range(begin + 1, first):
             self._train(step, self._groups(step))
         yield from range(first, last + 1)
@@ -174,7 +179,7 @@ class _Player:
         judged = self._judged(step, groups)
         if not self.compare:
             batch, result, revision = self._train(step, judged)
-            self.lines.append(step_metrics(step, judged, batch, result, revision, self._lr(step), {}))
+            self.lines.append(step_metrics(self.objective, step, judged, batch, result, revision, self._lr(step), {}))
             return None
         if found := self._verified(step, groups, judged):
             return found
@@ -190,15 +195,16 @@ class _Player:
         return learning_rate(self.parts.config.optimizer, step, self.parts.config.train.steps)
 
     def _train(self, step: int, groups: Sequence[Group]) -> tuple[Batch, UpdateResult, Revision]:
-        batch = make_batch(groups, self.rules)
+        batch = self.objective.batch(groups)
         result = self.parts.updater(batch, self._lr(step))
         revision = Revision(step, self.parts.weights_hash())
-        self.parts.engine.publish(revision)
+        self.parts.publish(revision)
         return batch, result, revision
 
     # -- hops -----------------------------------------------------------------------------------------------------
 
     def _sampled(self, step: int, groups: Sequence[Group]) -> Divergence | None:
+        assert isinstance(self.parts, GRPOParts)
         params = replace(self.parts.params, step=step)
         again = self.parts.engine.sample([g.prompt for g in groups], params)
         for (group, rollout), new in zip(_rows(groups), again, strict=True):
@@ -217,6 +223,8 @@ class _Player:
 
     def _judged(self, step: int, groups: Sequence[Group]) -> list[Group]:
         """The groups with verdicts given anew; a failure (no value) is kept as recorded, since it cannot be derived."""
+        if self.parts.verify is None:
+            return list(groups)
         prompts = [g.prompt for g, r in _rows(groups) if r.completion.finish_reason != "error"]
         done = [r.completion for _, r in _rows(groups) if r.completion.finish_reason != "error"]
         verdicts = iter(self.parts.verify(prompts, done, step))
@@ -259,7 +267,7 @@ class _Player:
     def _log_probabilities(
         self, step: int, batch: Batch, result: UpdateResult, row: dict[str, Any]
     ) -> Divergence | None:
-        if row["sampler_equal"] == 1.0:  # then the record holds the trainer's own numbers, token by token
+        if row.get("sampler_equal") == 1.0:  # then the record holds the trainer's own numbers, token by token
             for index, logp in sorted(result.logprobs.items()):
                 rollout = batch.rollouts[index]
                 for i, (was, now) in enumerate(zip(rollout.completion.logprobs, logp.tolist(), strict=True)):

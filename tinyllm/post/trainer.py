@@ -2,7 +2,7 @@
 
     for step, groups in source:          sample and verify, or read back from the record
         run.record(step, groups)         on disk before it is trained on
-        batch = make_batch(groups)       advantages
+        batch = make_batch(groups)       advantages, micro-batches
         update(batch)                    objective, step
         source.publish(revision)         the edge back
         run.log(metrics)
@@ -13,7 +13,6 @@ Everything with a user's eye on it (evaluation, display, trackers) is handed in.
 from __future__ import annotations
 
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +20,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.callbacks import Callback, Interrupted
-from tinyllm.config import GRPOConfig
+from tinyllm.config import Config
 from tinyllm.errors import TinyLLMError, TrainingStopped
 from tinyllm.hashing import hash_json
-from tinyllm.post.batch import Batch, Rules, make_batch
+from tinyllm.post.batch import Batch
+from tinyllm.post.objectives import Objective, mean
 from tinyllm.post.optimizer import Optimizer, learning_rate
 from tinyllm.post.source import Source
 from tinyllm.post.update import Updater, UpdateResult
 from tinyllm.records import Group, Revision
 from tinyllm.rundir import RunDir
+from tinyllm.stats import held_out_score, score_kind
 
 Evaluate = Callable[[int, Sequence[Group]], dict[str, Any] | None]
 """(step, that step's groups) -> an eval line, or None when there is nothing to evaluate."""
@@ -56,7 +57,7 @@ class Trainer:
     """The state of one run and its loop."""
 
     run: RunDir
-    config: GRPOConfig
+    config: Config
     optimizer: Optimizer
     updater: Updater
     weights_hash: Callable[[], str]
@@ -73,7 +74,7 @@ class Trainer:
 
     def loop(self, source: Source) -> None:
         """Trains until the source ends. Raises Interrupted or TrainingStopped with everything saved."""
-        config, rules = self.config, Rules.of(self.config)
+        config, objective = self.config, self.updater.objective
         clock = time.perf_counter()
         for step, groups in source:
             timing = {"step": step, **source.seconds}
@@ -83,7 +84,7 @@ class Trainer:
             timing["record_s"] = time.perf_counter() - begin
             begin = time.perf_counter()
             self._tell("on_phase", "training")
-            batch = make_batch(groups, rules)
+            batch = objective.batch(groups)
             lr = learning_rate(config.optimizer, step, config.train.steps)
             result = self.updater(batch, lr)
             self._require_finite_weights(step)
@@ -93,7 +94,7 @@ class Trainer:
             source.publish(revision)
             timing["publish_s"] = time.perf_counter() - begin
             self.progress.step, self.progress.position = step, self.position()
-            metrics = step_metrics(step, groups, batch, result, revision, lr, source.logged.metrics)
+            metrics = step_metrics(objective, step, groups, batch, result, revision, lr, source.logged.metrics)
             self.run.write_derived(step, *derived_columns(batch, result))
             self.run.log(metrics)
             timing |= {"step_s": time.perf_counter() - clock, "sampled_tokens": sampled_tokens(groups)}
@@ -109,7 +110,7 @@ class Trainer:
                 self._tell("on_phase", "saving")
                 self.save()
             if interrupted and step < config.train.steps:
-                raise Interrupted(self.run.path, step)
+                raise Interrupted(self.run.path, step, config.kind)
             if stop:
                 return
             clock = time.perf_counter()
@@ -182,7 +183,10 @@ class Trainer:
         self.run.log(row)
         for callback in self.callbacks:
             callback.on_eval(row)
-        return row["reward_mean"] if row["correct"] is None else row["correct"] / max(1, row["prompts"])
+        score = held_out_score(row)
+        if score is None:
+            return None
+        return -score[0] if score_kind(row) == "loss" else score[0]
 
     def _tell(self, name: str, *arguments: Any) -> None:
         for callback in self.callbacks:
@@ -190,6 +194,7 @@ class Trainer:
 
 
 def step_metrics(
+    objective: Objective,
     step: int,
     groups: Sequence[Group],
     batch: Batch,
@@ -200,51 +205,19 @@ def step_metrics(
 ) -> dict[str, Any]:
     """One line of metrics.jsonl; see callbacks.py for the keys. Means over nothing are None, never NaN."""
     rollouts = [r for g in groups for r in g.rollouts]
-    values = [r.verdict.value for r in rollouts if r.verdict.value is not None]
-    judged = [r.verdict for r in rollouts if "correct" in dict(r.verdict.parts)]
     done = [r.completion for r in rollouts if r.completion.finish_reason != "error"]
-    stats = result.stats
-    live = stats.tokens > 0
-    zero = [i for i, g in enumerate(batch.groups) if not _any_signal(batch, i, len(g.rollouts))]
-    unscored: dict[str, int] = {}
-    for r in rollouts:
-        if r.verdict.value is None:
-            unscored[r.verdict.reason or "?"] = unscored.get(r.verdict.reason or "?", 0) + 1
-    parts: dict[str, list[float]] = {}
-    for r in rollouts:
-        for name, value in r.verdict.parts:
-            parts.setdefault(name, []).append(value)
     return {
         "step": step,
         "revision": str(revision),
         "loss": result.loss,
-        "reward_mean": _mean(values),
-        "reward_std": statistics.pstdev(values) if values else None,
-        "reward_parts": {name: _mean(x) for name, x in parts.items()},
-        "reward_logged": dict(logged),
-        "accuracy": _mean([dict(v.parts)["correct"] for v in judged]),
-        "unreadable": _mean([v.answer is None for v in judged]),
-        "kl": stats.kl,
-        "clip_fraction_low": stats.clip_fraction_low if live else None,
-        "clip_fraction_high": stats.clip_fraction_high if live else None,
-        "ratio_mean": stats.ratio_mean if live else None,
-        "ratio_max": stats.ratio_max if live else None,
+        **objective.metrics(groups, batch, result.stats, logged),
         "entropy": result.entropy,
-        "completion_length": _mean([len(c.token_ids) for c in done]),
-        "truncated": _mean([c.finish_reason == "length" for c in done]),
-        "zero_advantage": len(zero) / len(batch.groups) if batch.groups else None,
-        "groups_drawn": len(groups),
-        "groups_trained": len(batch.groups) - len(zero),
-        "unscored": sum(unscored.values()),
-        "unscored_reasons": unscored,
+        "completion_length": mean([len(c.token_ids) for c in done]),
         "grad_norm": result.grad_norm,
         "lr": lr,
-        "tokens": int(stats.tokens),
+        "tokens": int(result.stats.tokens),
         "updates": result.updates,
         "non_finite": result.non_finite,
-        "sampler_equal": stats.sampler_equal_share,
-        "sampler_gap": stats.sampler_gap,
-        "sampler_gap_max": stats.gap_max if live else None,
         "denominator": batch.denominator,
         "microbatches": [list(rows) for rows in batch.microbatches],
         "hashes": {
@@ -267,15 +240,6 @@ def hash_verdicts(groups: Sequence[Group]) -> str:
     """Hash of every verdict of a step, in order."""
     verdicts = [r.verdict for g in groups for r in g.rollouts]
     return hash_json([[v.value, v.reason, v.answer, v.parts] for v in verdicts])
-
-
-def _any_signal(batch: Batch, group: int, size: int) -> bool:
-    start = sum(len(g.rollouts) for g in batch.groups[:group])
-    return bool((batch.advantages[start : start + size] != 0).any())
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def sampled_tokens(groups: Sequence[Group]) -> int:

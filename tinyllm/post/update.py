@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from tinyllm.config import GRPOConfig
+from tinyllm.config import Config
 from tinyllm.engine.head import Policy
 from tinyllm.hashing import hash_tensor, hash_tensors
-from tinyllm.post.batch import Batch, pick
-from tinyllm.post.grpo import PRESETS, ObjectiveStats, clipped_objective
+from tinyllm.post.batch import Batch
 from tinyllm.post.logprobs import pack_targets, score
+from tinyllm.post.objectives import objective_of
 from tinyllm.post.optimizer import Optimizer
 
 Scorer = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], list[Tensor]]
@@ -34,8 +33,8 @@ Scorer = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], list[Tensor]]
 class UpdateResult:
     """What one batch did. Sums and means are over the trained rows that have a gradient."""
 
-    stats: ObjectiveStats
-    """Of the last update of the batch; the sampler gap is that of the first. Empty when one was not finite."""
+    stats: Any
+    """The objective's, of the last update of the batch (sampler gap: of the first). Empty when one was not finite."""
     loss: float | None
     grad_norm: float | None
     """Loss and norm are None when they, or the gradient, were not finite."""
@@ -49,41 +48,27 @@ class UpdateResult:
     """Trainer log-probabilities of the first pass, by row: [completion length] each."""
 
 
-def objective_axes(config: GRPOConfig) -> dict[str, Any]:
-    """Keyword arguments of clipped_objective: the preset's row with the configuration's own choices over it."""
-    preset, chosen = PRESETS[config.objective.preset], config.objective
-    axes = {
-        name: pick(getattr(chosen, name), getattr(preset, name))
-        for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip", "kl", "aggregate")
-    }
-    axes |= {name: getattr(chosen, name) for name in ("beta", "sampler_correction", "sampler_mode", "sampler_cap")}
-    axes["constant_length"] = pick(chosen.constant_length, config.sampling.max_new_tokens)
-    return axes
-
-
 class Updater:
     """Turns batches into optimizer steps."""
 
-    def __init__(
-        self, policy: Policy, optimizer: Optimizer, config: GRPOConfig, reference: Scorer | None = None
-    ) -> None:
-        self.policy, self.optimizer, self.config = policy, optimizer, config
-        self.axes = objective_axes(config)
-        self.reference = reference if self.axes["beta"] > 0 else None
-        assert self.axes["beta"] == 0 or reference is not None, "a KL term needs a reference"
+    def __init__(self, policy: Policy, optimizer: Optimizer, config: Config, reference: Scorer | None = None) -> None:
+        self.policy, self.optimizer = policy, optimizer
+        self.objective = objective_of(config)
+        self.reference = reference if self.objective.needs_reference else None
+        assert not self.objective.needs_reference or reference is not None, "the loss needs a reference"
 
     def __call__(self, batch: Batch, lr: float) -> UpdateResult:
-        """train.updates_per_batch optimizer steps over the batch; old log-probabilities are the first pass's."""
+        """The objective's updates_per_batch steps over the batch; old log-probabilities are the first pass's."""
         old: dict[int, Tensor] = {}
         references: dict[int, Tensor] = {}
-        gap = ObjectiveStats()
-        result = UpdateResult(ObjectiveStats(), 0.0, 0.0, None, 0)
-        for number in range(self.config.train.updates_per_batch if batch.has_signal else 0):
+        gap = self.objective.empty
+        result = UpdateResult(gap, 0.0, 0.0, None, 0)
+        for number in range(self.objective.updates_per_batch if batch.has_signal else 0):
             self.optimizer.zero_grad()
             result = self._accumulate(batch, old, references, result.updates)
             if result.non_finite is not None:  # its numbers say nothing, and JSON has no NaN
-                result = replace(result, stats=ObjectiveStats(), loss=None, grad_norm=None, entropy=None)
-                gap = ObjectiveStats()
+                result = replace(result, stats=self.objective.empty, loss=None, grad_norm=None, entropy=None)
+                gap = self.objective.empty
                 break
             if number == 0:
                 gap = result.stats
@@ -92,12 +77,13 @@ class Updater:
             result = replace(result, updates=number + 1)
         self.optimizer.zero_grad()
         hashes = {**result.hashes, "logprobs": hash_tensor(_joined(old)), "advantages": hash_tensor(batch.advantages)}
-        return replace(result, stats=_with_gap(result.stats, gap), hashes=hashes, logprobs=old)
+        stats = _with_gap(result.stats, gap) if self.objective.updates_per_batch > 1 else result.stats
+        return replace(result, stats=stats, hashes=hashes, logprobs=old)
 
     def _accumulate(
         self, batch: Batch, old: dict[int, Tensor], references: dict[int, Tensor], updates: int
     ) -> UpdateResult:
-        loss, entropy_sum, entropy_count, stats = 0.0, 0.0, 0, ObjectiveStats()
+        loss, entropy_sum, entropy_count, stats = 0.0, 0.0, 0, self.objective.empty
         trouble = None
         for rows in batch.microbatches:
             part, part_stats, entropy, logp = self._backward(batch, rows, old, references)
@@ -116,29 +102,17 @@ class Updater:
 
     def _backward(
         self, batch: Batch, rows: tuple[int, ...], old: dict[int, Tensor], references: dict[int, Tensor]
-    ) -> tuple[float, ObjectiveStats, Tensor, Sequence[Tensor]]:
+    ) -> tuple[float, Any, Tensor, Sequence[Tensor]]:
         sequences = [(batch.prompts[row], batch.rollouts[row].completion.token_ids) for row in rows]
-        device = self.policy.device
-        logp, entropy = score(self.policy, pack_targets(sequences, device), self.config.sampling.temperature)
-        lengths = [len(completion) for _, completion in sequences]
-        parts = logp.split(lengths)
+        targets = pack_targets(sequences, self.policy.device)
+        logp, entropy = score(self.policy, targets, self.objective.temperature)
+        parts = logp.split(list(targets.lengths))
         for row, part in zip(rows, parts, strict=True):
             old.setdefault(row, part.detach())
         if self.reference is not None and rows[0] not in references:
             references.update(zip(rows, self.reference(sequences), strict=True))
-        sampler = [
-            torch.tensor(batch.rollouts[row].completion.logprobs, dtype=torch.float32, device=device) for row in rows
-        ]
-        loss, stats = clipped_objective(
-            _padded(parts),
-            _padded([old[row] for row in rows]),
-            batch.advantages[list(rows)].to(device, torch.float32),
-            _mask(lengths, device),
-            logp_ref=_padded([references[row] for row in rows]) if self.reference is not None else None,
-            logp_sampler=_padded(sampler),
-            denominator=batch.denominator,
-            **self.axes,
-        )
+        held = [references[row] for row in rows] if self.reference is not None else None
+        loss, stats = self.objective.loss(batch, rows, parts, [old[row] for row in rows], held)
         loss.backward()
         return loss.item(), stats, entropy, parts
 
@@ -176,15 +150,6 @@ def adapter_off_scorer(policy: Policy, temperature: float, budget: int) -> Score
     return scorer
 
 
-def _padded(parts: Sequence[Tensor]) -> Tensor:
-    """[P_1], [P_2], ... -> [B, T]."""
-    return pad_sequence(list(parts), batch_first=True)
-
-
-def _mask(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
-
-
 def _joined(old: dict[int, Tensor]) -> Tensor:
     """The first pass's log-probabilities in row order."""
     return torch.cat([old[row] for row in sorted(old)]) if old else torch.empty(0)
@@ -204,7 +169,7 @@ def _locate(batch: Batch, rows: tuple[int, ...], logp: Sequence[Tensor], loss: f
     return f"loss {loss} of rows {rows[0]} to {rows[-1]}, prompts {', '.join(prompts)}"
 
 
-def _with_gap(stats: ObjectiveStats, first: ObjectiveStats) -> ObjectiveStats:
+def _with_gap(stats: Any, first: Any) -> Any:
     """The sampler gap is that of the first pass, when the weights were the sampler's."""
     names = ("gap_tokens", "gap_sum", "gap_max", "gap_equal", "weight_sum")
     return replace(stats, **{name: getattr(first, name) for name in names})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,13 +67,13 @@ def load(config: GRPOConfig, tokenizer: Any) -> TaskData:
     """
     data = config.data
     source = _source(data)
-    bad = _BadRows(data.on_bad_row)
-    train = list(_usable(source.train, source.columns, bad))
+    bad = BadRows(data.on_bad_row)
+    train = list(usable(source.train, source.columns, bad))
     if source.held_out is None:
-        train, held_out = _split(train, data.held_out_fraction)
+        train, held_out = split(train, data.held_out_fraction)
     else:
-        held_out = list(_usable(source.held_out, source.columns, bad))
-        train = _disjoint(train, held_out, bad)
+        held_out = list(usable(source.held_out, source.columns, bad))
+        train = disjoint(train, held_out, bad)
     if config.reward.functions or config.reward.rule or source.verifier:
         faults = self_test(config.reward, source.verifier, [*train, *held_out])
         train, held_out = (
@@ -93,7 +93,7 @@ def load(config: GRPOConfig, tokenizer: Any) -> TaskData:
     return TaskData(source.name, sides[0], sides[1], source.verifier, content, tuple(bad.reasons))
 
 
-class _BadRows:
+class BadRows:
     """Collects rows that cannot be used: named together in one error, or skipped and counted."""
 
     def __init__(self, policy: str) -> None:
@@ -153,11 +153,17 @@ def _task(data: DataConfig) -> _Source:
     return _Source("arithmetic", train, held_out, {}, ARITHMETIC_VERIFIER, data.system_prompt)
 
 
-def _usable(rows: Iterable[tuple[str, Row]], columns: Mapping[str, str], bad: _BadRows) -> Iterator[tuple[str, Row]]:
+def usable(
+    rows: Iterable[tuple[str, Row]],
+    columns: Mapping[str, str],
+    bad: BadRows,
+    check: Callable[[Row, str], None] = check_prompt,
+) -> Iterator[tuple[str, Row]]:
+    """(place, row) of every row that passes `check`, its columns renamed, its values as JSON can hold them."""
     for place, raw in rows:
         try:
             row = rename(raw, columns, place)
-            check_prompt(row, place)
+            check(row, place)
             yield place, {name: _plain(value, place, name) for name, value in row.items()}
         except DataError as error:
             bad.keep(str(error))
@@ -178,7 +184,7 @@ def _plain(value: Any, place: str, column: str) -> Any:
     raise DataError(f"{place}: column {column!r} holds {type(value).__name__}, which cannot be recorded; remove it")
 
 
-def _split(rows: list[tuple[str, Row]], fraction: float) -> tuple[list[tuple[str, Row]], list[tuple[str, Row]]]:
+def split(rows: list[tuple[str, Row]], fraction: float) -> tuple[list[tuple[str, Row]], list[tuple[str, Row]]]:
     """By the hash of the prompt: rows with one prompt stay together, and adding rows moves no other row by more than
     rank."""
     if not fraction:
@@ -192,7 +198,7 @@ def _split(rows: list[tuple[str, Row]], fraction: float) -> tuple[list[tuple[str
     return sides
 
 
-def _disjoint(train: list[tuple[str, Row]], held_out: list[tuple[str, Row]], bad: _BadRows) -> list[tuple[str, Row]]:
+def disjoint(train: list[tuple[str, Row]], held_out: list[tuple[str, Row]], bad: BadRows) -> list[tuple[str, Row]]:
     kept = {hash_json(row["prompt"]): place for place, row in held_out}
     usable = []
     for place, row in train:
@@ -209,7 +215,7 @@ def _prompt(
     data: DataConfig,
     system_prompt: str | None,
     tokenizer: Any,
-    bad: _BadRows,
+    bad: BadRows,
 ) -> Prompt | None:
     from tinyllm.models import render
 

@@ -1,0 +1,427 @@
+"""SFT and DPO: the losses by hand and against slow twins, the rows they read, and whole runs of tiny models."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from tiny import EOS, dense_logprobs, llama
+
+from tinyllm.callbacks import Callback
+from tinyllm.config import DPOConfig, SFTConfig
+from tinyllm.configio import make_config
+from tinyllm.engine.head import Policy
+from tinyllm.errors import ConfigError, DataError, RunError
+from tinyllm.models import tokenizer_hash
+from tinyllm.post.dpo import DPOObjective, dpo_loss
+from tinyllm.post.optimizer import Optimizer
+from tinyllm.post.replay import replay
+from tinyllm.post.run import resume, train
+from tinyllm.post.sft import SFTObjective, sft_loss
+from tinyllm.post.update import Updater, model_scorer
+from tinyllm.records import Verdict
+from tinyllm.rundir import RunDir
+from tinyllm.tasks.examples import load_examples, pairs
+
+# The losses
+
+
+def test_hand_sft_loss():
+    """Three tokens of probability 1/2, 1/4 and 1/8: (ln 2 + ln 4 + ln 8) / 3 = 2 ln 2."""
+    logp = torch.tensor([[0.5, 0.25], [0.125, math.nan]]).log()
+    mask = torch.tensor([[True, True], [True, False]])
+    assert sft_loss(logp, mask).item() == pytest.approx(2 * math.log(2), rel=1e-6)
+    assert sft_loss(logp, mask, denominator=6).item() == pytest.approx(math.log(2), rel=1e-6)
+    assert sft_loss(logp, torch.zeros_like(mask)).item() == 0
+
+
+def test_masked_tokens_have_no_gradient():
+    logp = torch.tensor([[-1.0, -math.inf]], requires_grad=True)
+    sft_loss(logp, torch.tensor([[True, False]])).backward()
+    assert logp.grad is not None and logp.grad.tolist() == [[-1.0, 0.0]]
+
+
+def test_hand_dpo_loss():
+    """h = (-2 - -3) - (-4 - -3) = 2; at beta 1/2 the loss is ln(1 + e^-1), and smoothing mixes in ln(1 + e)."""
+    row = [torch.tensor([x]) for x in (-2.0, -4.0, -3.0, -3.0)]
+    loss, stats = dpo_loss(*row, beta=0.5)
+    assert loss.item() == pytest.approx(math.log1p(math.exp(-1)), rel=1e-6)
+    assert (stats.pairs, stats.wins, stats.margin_sum, stats.chosen_sum, stats.rejected_sum) == (1, 1, 1.0, 0.5, -0.5)
+    smooth, _ = dpo_loss(*row, beta=0.5, label_smoothing=0.1)
+    assert smooth.item() == pytest.approx(0.9 * math.log1p(math.exp(-1)) + 0.1 * math.log1p(math.exp(1)), rel=1e-6)
+    normal, _ = dpo_loss(*row, beta=0.5, lengths=(torch.tensor([2.0]), torch.tensor([4.0])))
+    assert normal.item() == pytest.approx(math.log1p(math.exp(-0.5 * (1 / 2 + 1 / 4))), rel=1e-6)
+
+
+def test_dpo_at_the_reference_is_ln_2():
+    same = torch.tensor([-3.25, -1.5])
+    loss, stats = dpo_loss(same, same - 1, same, same - 1)
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-7) and stats.wins == 1.0, "half of two pairs"
+
+
+def test_dpo_gradient_by_hand():
+    """d loss / d chosen = -beta sigma(-beta h) / P, and its negative for rejected."""
+    chosen, rejected = torch.tensor([-2.0, -1.0], requires_grad=True), torch.tensor([-4.0, 3.0], requires_grad=True)
+    zero = torch.zeros(2)
+    dpo_loss(chosen, rejected, zero, zero, beta=0.5)[0].backward()
+    expected = [-0.25 / (1 + math.exp(0.5 * h)) for h in (2.0, -4.0)]
+    assert chosen.grad is not None and rejected.grad is not None
+    assert chosen.grad.tolist() == pytest.approx(expected, rel=1e-6)
+    assert rejected.grad.tolist() == pytest.approx([-x for x in expected], rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "value"), [("beta", 0.0), ("beta", math.nan), ("label_smoothing", 0.5)])
+def test_dpo_bounds(name, value):
+    with pytest.raises(ConfigError, match=f"{name} = "):
+        dpo_loss(*[torch.zeros(1)] * 4, **{name: value})
+
+
+def test_dpo_stays_finite_far_out():
+    far = torch.tensor([-5000.0], requires_grad=True)
+    loss, _ = dpo_loss(far, torch.tensor([5000.0]), torch.zeros(1), torch.zeros(1), beta=1.0)
+    loss.backward()
+    assert loss.item() == 10000.0 and far.grad is not None and far.grad.item() == -1.0
+
+
+# From rows to weights
+
+
+def sft_config(model: Path, rows: Path, out: Path | None = None, base=None, **options):
+    plain = {
+        "model": {"name": str(model), "dtype": "float32", "device": "cpu"},
+        "data": {"file": str(rows), "prompt_rule": "raw", "held_out_fraction": 0.25},
+        "optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 0.0, "schedule": "constant"},
+        "train": {"steps": 3, "batch_size": 4},
+        "eval": {"every": 0},
+        "run": {"dir": None if out is None else str(out), "threads": 1},
+    }
+    for name, value in options.items():
+        plain[name] = {**plain.get(name, {}), **value} if isinstance(value, dict) else value
+    return make_config(base or SFTConfig(), **plain)
+
+
+def dpo_config(model: Path, rows: Path, out: Path | None = None, **options):
+    return sft_config(model, rows, out, DPOConfig(), **options)
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("examples")
+    lines = [{"prompt": f"{i}+{i % 3}=", "completion": str(i + i % 3)} for i in range(12)]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    lines = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": f"{i}x{i}"} for i in range(12)]
+    (folder / "dpo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return folder
+
+
+def one_step(config, groups, reference=None):
+    policy = Policy(llama())
+    before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    updater = Updater(policy, Optimizer(policy.model.named_parameters(), config.optimizer), config, reference)
+    result = updater(updater.objective.batch(groups), 1.0)
+    return {n: before[n] - p.detach() for n, p in policy.model.named_parameters()}, result
+
+
+def dense_sft_gradient(groups):
+    policy = Policy(llama())
+    total, count = torch.zeros(()), 0
+    for group in groups:
+        for rollout in group.rollouts:
+            total = total - dense_logprobs(policy, group.prompt.token_ids, rollout.completion.token_ids).sum()
+            count += len(rollout.completion.token_ids)
+    (total / count).backward()
+    return {n: p.grad for n, p in policy.model.named_parameters()}, total.item() / count
+
+
+def close(a, b, tolerance=2e-5):
+    largest = max(float(x.abs().max()) for x in b.values())
+    for name in b:
+        torch.testing.assert_close(a[name], b[name], atol=tolerance * largest, rtol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [16, 64, 2048])
+def test_an_sft_step_is_the_dense_gradient_whatever_the_microbatch(home, rows, budget):
+    config = sft_config(home / "model", rows / "sft.jsonl", train={"tokens_per_microbatch": budget})
+    data = load_examples(config, tiny.tokenizer())
+    groups = data.of(data.train)
+    moved, result = one_step(config, groups)
+    expected, loss = dense_sft_gradient(groups)
+    close(moved, expected)
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("budget", [16, 2048])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_dpo_step_is_the_dense_gradient(home, rows, budget, normalized):
+    options = {"train": {"tokens_per_microbatch": budget}, "objective": {"beta": 0.5, "label_smoothing": 0.1}}
+    options["objective"]["length_normalized"] = normalized
+    config = dpo_config(home / "model", rows / "dpo.jsonl", **options)
+    data = load_examples(config, tiny.tokenizer())
+    groups = data.of(data.train)
+    other = Policy(llama(seed=1))
+    moved, result = one_step(config, groups, model_scorer(other, 1.0, 64))
+    policy, total = Policy(llama()), torch.zeros(())
+    for group in groups:
+        sides = []
+        for rollout in group.rollouts:
+            ids = rollout.completion.token_ids
+            gain = dense_logprobs(policy, group.prompt.token_ids, ids).sum()
+            gain = gain - dense_logprobs(other, group.prompt.token_ids, ids).sum().detach()
+            sides.append(gain / len(ids) if normalized else gain)
+        margin = 0.5 * (sides[0] - sides[1])
+        total = total - 0.9 * torch.sigmoid(margin).log() - 0.1 * torch.sigmoid(-margin).log()
+    (total / len(groups)).backward()
+    close(moved, {n: p.grad for n, p in policy.model.named_parameters()})
+    assert result.loss == pytest.approx(total.item() / len(groups), rel=1e-5)
+
+
+def test_microbatches_hold_whole_pairs(home, rows):
+    config = dpo_config(home / "model", rows / "dpo.jsonl", train={"tokens_per_microbatch": 16})
+    data = load_examples(config, tiny.tokenizer())
+    batch = DPOObjective(config).batch(data.of(data.train))
+    assert len(batch.microbatches) > 1 and batch.denominator == len(data.train)
+    assert all(part[0] % 2 == 0 and len(part) % 2 == 0 for part in batch.microbatches)
+
+
+# Rows
+
+
+def example(row, home, tmp_path, base=None, **data):
+    file = tmp_path / "one.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in (row if isinstance(row, list) else [row])))
+    config = sft_config(home / "model", file, base=base, data={"held_out_fraction": 0.0, **data})
+    return load_examples(config, tiny.tokenizer())
+
+
+def test_a_completion_ends_with_the_stop_token(home, tmp_path):
+    data = example({"prompt": "1+1=", "completion": "2"}, home, tmp_path)
+    (group,) = data.of(data.train)
+    words = tiny.tokenizer()
+    assert group.prompt.token_ids == tuple(words("1+1=").input_ids)
+    assert group.rollouts[0].completion.token_ids == (*words("2").input_ids, EOS)
+
+
+BAD = [
+    ({"prompt": "1+1="}, "row 1 of one.jsonl has no column 'completion'"),
+    ({"prompt": "1+1=", "completion": " "}, "'completion' is not a text"),
+    ({"prompt": "1+1=", "completion": 2}, "'completion' is not a text"),
+    ({"completion": "2"}, "row 1 of one.jsonl has no column 'prompt'"),
+    ({"prompt": "1+1=", "completion": "2<eos>"}, "text of a stop token"),
+    ({"messages": [{"role": "user", "content": "hi"}]}, "ends with assistant"),
+    ({"messages": []}, "column 'messages'"),
+    ({"messages": [{"role": "assistant", "content": "hi"}]}, "its only message is the answer"),
+    ({"messages": [{"role": "user", "content": "a"}], "prompt": "b"}, "keep one form"),
+    ({"prompt": "1" * 2000, "completion": "2"}, "over data.max_tokens = 1024"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD)
+def test_bad_rows_of_sft(home, tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
+        example(row, home, tmp_path)
+
+
+BAD_PAIRS = [
+    ({"prompt": "1+1=", "chosen": "2"}, "no column 'rejected'"),
+    ({"prompt": "1+1=", "chosen": "2", "rejected": "2"}, "are the same"),
+    ({"chosen": "2", "rejected": "3"}, "no column 'prompt'"),
+    (
+        {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "a"}]},
+        "must be one chat but for its end",
+    ),
+    ({"prompt": "1", "chosen": [{"role": "user", "content": "2"}], "rejected": "3"}, "not from assistant"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_PAIRS)
+def test_bad_rows_of_dpo(home, tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
+        example(row, home, tmp_path, base=DPOConfig())
+
+
+def test_bad_rows_can_be_skipped(home, tmp_path):
+    good, bad = {"prompt": "1+1=", "completion": "2"}, {"prompt": "1+2="}
+    data = example([good, bad, good], home, tmp_path, on_bad_row="skip")
+    assert len(data.train) == 2 and len(data.skipped) == 1
+    assert len({p.id for p in data.train}) == 2, "the same row twice has two names"
+
+
+def test_one_prompt_is_never_on_both_sides(home, tmp_path):
+    many = [{"prompt": f"{i % 4}+1=", "completion": str(i)} for i in range(16)]
+    data = example(many, home, tmp_path, held_out_fraction=0.5)
+    assert not {p.text for p in data.train} & {p.text for p in data.held_out} and data.held_out
+
+
+# Chats, with the bundled model's template
+
+
+@pytest.fixture(scope="module")
+def chat():
+    from tinyllm.models import load_tokenizer
+
+    return load_tokenizer("smollm2-135m-instruct")
+
+
+CHAT = [
+    {"role": "user", "content": "What is 1 + 1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+def chat_data(chat, tmp_path, row, **data):
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    return load_examples(make_config(SFTConfig(), data={"file": str(file), "held_out_fraction": 0.0, **data}), chat)
+
+
+def test_every_assistant_turn_is_what_the_engine_would_sample(chat, tmp_path):
+    data = chat_data(chat, tmp_path, {"messages": CHAT}, turns="all")
+    first, second = data.of(data.train)
+    for group, messages in ((first, CHAT[:1]), (second, CHAT[:3])):
+        asked = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert group.prompt.token_ids == tuple(chat(asked, add_special_tokens=False).input_ids)
+    ends = [chat.decode(g.rollouts[0].completion.token_ids) for g in (first, second)]
+    assert ends == ["2<|im_end|>", "It is 4.<|im_end|>"]
+    assert second.prompt.token_ids[: len(first.prompt.token_ids)] == first.prompt.token_ids, "shared when packed"
+    assert first.prompt.id != second.prompt.id
+
+
+def test_only_the_last_turn_by_default(chat, tmp_path):
+    data = chat_data(chat, tmp_path, {"messages": CHAT})
+    (group,) = data.of(data.train)
+    assert group.rollouts[0].completion.text == "It is 4."
+
+
+def test_a_prompt_and_its_completion_are_the_same_chat(chat, tmp_path):
+    one = chat_data(chat, tmp_path, {"messages": CHAT[:2]})
+    two = chat_data(chat, tmp_path, {"prompt": CHAT[0]["content"], "completion": "2"})
+    three = chat_data(chat, tmp_path, {"prompt": CHAT[:1], "completion": CHAT[1:2]})
+    ids = [[r.completion.token_ids for g in d.of(d.train) for r in g.rollouts] for d in (one, two, three)]
+    assert ids[0] == ids[1] == ids[2] and len({d.of(d.train)[0].prompt.token_ids for d in (one, two, three)}) == 1
+
+
+def test_pairs_may_share_their_prompt_implicitly(chat, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    other = [*CHAT[:3], {"role": "assistant", "content": "It is 5."}]
+    file.write_text(json.dumps({"chosen": CHAT, "rejected": other}) + "\n")
+    data = load_examples(make_config(DPOConfig(), data={"file": str(file), "held_out_fraction": 0.0}), chat)
+    (group,) = data.of(data.train)
+    assert [r.completion.text for r in group.rollouts] == ["It is 4.", "It is 5."]
+    assert [r.reward for r in group.rollouts] == [1.0, 0.0]
+
+
+# Whole runs
+
+
+def test_an_sft_run_learns_replays_and_resumes(home, rows, tmp_path, no_picture):
+    options = {"train": {"steps": 6}, "eval": {"every": 3}, "run": {"checkpoint_every": 2}}
+    result = train(sft_config(home / "model", rows / "sft.jsonl", tmp_path / "run", **options))
+    assert result.before and result.after
+    assert result.after["loss"] < result.before["loss"]
+    assert result.before["loss_low"] < result.before["loss"] < result.before["loss_high"]
+    lines = tiny.metrics(result.run_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and "reward_mean" not in lines[0]
+    played = replay(result.run_dir)
+    assert played.divergence is None and len(played.steps) == 6
+    with pytest.raises(ConfigError, match="--sample: a run of sft sampled nothing"):
+        replay(result.run_dir, sample=True)
+
+
+def test_a_stopped_sft_run_ends_as_it_would_have(home, rows, tmp_path, no_picture):
+    class Stop(Callback):
+        def on_step(self, metrics, timing, groups):
+            if metrics["step"] == 3:
+                raise RuntimeError("power cut")
+
+    options = {"train": {"steps": 5}, "run": {"checkpoint_every": 2}}
+    whole = train(sft_config(home / "model", rows / "sft.jsonl", tmp_path / "whole", **options))
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(sft_config(home / "model", rows / "sft.jsonl", tmp_path / "cut", **options), callbacks=[Stop()])
+    again = resume(tmp_path / "cut")
+    assert tiny.equal(tiny.weights(whole.model_dir), tiny.weights(again.model_dir))
+    assert tiny.rollouts(whole.run_dir) == tiny.rollouts(again.run_dir)
+    assert (whole.run_dir / "metrics.jsonl").read_bytes() == (again.run_dir / "metrics.jsonl").read_bytes()
+
+
+def test_a_dpo_run_prefers_and_replays(home, rows, tmp_path, no_picture):
+    config = dpo_config(home / "model", rows / "dpo.jsonl", tmp_path / "run", train={"steps": 8})
+    result = train(config)
+    assert result.before and result.after
+    assert result.before["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert result.before["preference_accuracy"] == 0.5, "policy and reference are the same, to the bit"
+    assert result.after["loss"] < result.before["loss"]
+    first, last = tiny.metrics(result.run_dir)[0], tiny.metrics(result.run_dir)[-1]
+    assert first["margin"] == 0 and last["margin"] > 0 and last["chosen_reward"] > last["rejected_reward"]
+    assert replay(result.run_dir).divergence is None
+
+
+def test_dpo_with_lora_uses_the_adapters_off_as_reference(home, rows, tmp_path, no_picture):
+    config = dpo_config(home / "model", rows / "dpo.jsonl", tmp_path / "run", lora={"rank": 2}, train={"steps": 4})
+    result = train(config)
+    assert result.before and result.after and result.before["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert result.after["loss"] < result.before["loss"]
+
+
+def test_pairs_of_a_run_are_the_recorded_tokens(home, train, tmp_path, no_picture):
+    sampled = train("sampled", train={"steps": 2})
+    config = dpo_config(home / "model", home / "rows.jsonl", data={"file": None, "from_run": str(sampled.run_dir)})
+    data = load_examples(config, tiny.tokenizer())
+    recorded = {
+        (g.prompt.token_ids, r.completion.token_ids)
+        for step in (1, 2)
+        for g in RunDir.read(sampled.run_dir).read_groups(step)
+        for r in g.rollouts
+    }
+    for group in data.of((*data.train, *data.held_out)):
+        better, worse = group.rollouts
+        assert better.reward > worse.reward and better.completion.logprobs
+        assert {(group.prompt.token_ids, r.completion.token_ids) for r in group.rollouts} <= recorded
+
+
+def test_pairs_by_hand():
+    """Rewards 0.2, 0.9, none, 0.4, 0.9: best 0.9 with worst 0.2, then the other 0.9 with 0.4; what was cut is left out."""
+    group = tiny.group("a", [0.2, 0.9, None, 0.4, 0.9, 1.0], reasons=["stop"] * 5 + ["length"])
+    found = [(a.reward, b.reward) for a, b in pairs(group, 5)]
+    assert found == [(0.9, 0.2), (0.9, 0.4)]
+    assert [(a.completion.sample, b.completion.sample) for a, b in pairs(group, 1)] == [(1, 0)]
+    assert not list(pairs(tiny.group("b", [1, 1, 1]), 2))
+
+
+def test_pairs_of_another_tokenizer_are_refused(home, train, tmp_path):
+    sampled = train("sampled", train={"steps": 1})
+    config = dpo_config(home / "model", home / "rows.jsonl", data={"file": None, "from_run": str(sampled.run_dir)})
+    words = tiny.tokenizer()
+    other = type(words)(tokenizer_object=words.backend_tokenizer, eos_token="<eos>", additional_special_tokens=["<x>"])
+    assert tokenizer_hash(other) != tokenizer_hash(words)
+    with pytest.raises(RunError, match="another tokenizer"):
+        load_examples(config, other)
+
+
+def test_steps_come_from_epochs(home, rows, tmp_path, no_picture):
+    config = sft_config(home / "model", rows / "sft.jsonl", tmp_path / "run", train={"steps": 0, "epochs": 1.5})
+    result = train(config)
+    assert RunDir.read(result.run_dir).config.train.steps == 4, "9 rows x 1.5 / 4, rounded up"
+
+
+def test_fewer_rows_than_a_batch(home, rows, tmp_path):
+    with pytest.raises(DataError, match=r"9 rows to train on, fewer than one batch \(train.batch_size = 16\)"):
+        train(sft_config(home / "model", rows / "sft.jsonl", tmp_path / "run", train={"batch_size": 16}))
+
+
+def test_no_rows(home, rows, tmp_path):
+    for base, more in ((SFTConfig(), ""), (DPOConfig(), "--from-run")):
+        with pytest.raises(DataError, match=f"no rows to train on; give --data FILE.jsonl.*{more}"):
+            train(make_config(base, model=str(home / "model"), run={"dir": str(tmp_path / base.kind)}))
+
+
+def test_sft_counts_every_token_once():
+    groups = [tiny.group("a", [1, 1], ids=[(2, 3, EOS), (2, EOS)]), tiny.group("b", [1], ids=[(4, EOS)])]
+    batch = SFTObjective(make_config(SFTConfig())).batch(groups)
+    assert batch.denominator == 7 and sum(len(part) for part in batch.microbatches) == 3
+    assert Verdict(1.0).value == 1.0

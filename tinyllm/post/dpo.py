@@ -1,0 +1,134 @@
+"""Direct Preference Optimization: of two completions of a prompt, the chosen one gains on the rejected one.
+
+Standard library, torch and records only. Legend: P pairs, T tokens (padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinyllm.errors import ConfigError
+from tinyllm.post.batch import Batch, cut
+from tinyllm.records import Group
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    lengths: tuple[Tensor, Tensor] | None = None,
+    denominator: float | None = None,
+) -> tuple[Tensor, DPOStats]:
+    """(loss, stats) of P pairs; loss = -1/P sum (1 - s) log sigma(beta h) + s log sigma(-beta h), with
+    h = (chosen - ref_chosen) - (rejected - ref_rejected).
+
+    All four are [P]: the log-probability of a whole completion (a sum over its tokens) under policy and reference. s is
+    label_smoothing, the chance that a label is wrong, in [0, 1/2). With lengths (tokens of chosen and of rejected, [P]
+    each) every log-ratio is divided by its completion's length first. denominator: the pairs of the whole step, when
+    these are one of its micro-batches (default: P). Raises ConfigError for beta or s out of range.
+    Sources: Rafailov et al., arXiv:2305.18290, eq. 7; smoothing: Mitchell, "A note on DPO with noisy preferences"
+    (2023), eq. 3; length-normalised: Lambert et al., arXiv:2411.15124, section 5.
+    """
+    if not beta > 0:
+        raise ConfigError(f"beta = {beta}: must be more than 0; set it to 0.1, the default")
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigError(f"label_smoothing = {label_smoothing}: must be at least 0 and less than 0.5")
+    gain_chosen, gain_rejected = chosen - ref_chosen, rejected - ref_rejected
+    if lengths is not None:
+        gain_chosen, gain_rejected = gain_chosen / lengths[0], gain_rejected / lengths[1]
+    margin = beta * (gain_chosen - gain_rejected)
+    each = -(1 - label_smoothing) * F.logsigmoid(margin)
+    if label_smoothing:
+        each = each - label_smoothing * F.logsigmoid(-margin)
+    loss = each.sum() / (len(margin) if denominator is None else denominator)
+    with torch.no_grad():
+        wins = (margin > 0).sum() + 0.5 * (margin == 0).sum()
+        sums = (wins, margin.sum(), beta * gain_chosen.sum(), beta * gain_rejected.sum(), each.sum())
+        stats = DPOStats(float(len(margin)), *(float(x) for x in sums))
+    return loss, stats
+
+
+@dataclass(frozen=True)
+class DPOStats:
+    """Sums over pairs; `a + b` merges micro-batches."""
+
+    pairs: float = 0.0
+    wins: float = 0.0
+    """Pairs whose chosen completion gained more than the rejected one; half where both gained the same."""
+    margin_sum: float = 0.0
+    chosen_sum: float = 0.0
+    rejected_sum: float = 0.0
+    """Implicit rewards, beta times the log-ratio to the reference."""
+    loss_sum: float = 0.0
+    tokens: float = 0.0
+
+    def __add__(self, other: DPOStats) -> DPOStats:
+        return DPOStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class DPOObjective:
+    """Groups of two, the chosen rollout first."""
+
+    needs_reference = True
+    temperature = 1.0
+    updates_per_batch = 1
+    empty = DPOStats()
+
+    def __init__(self, config: Any) -> None:
+        self.budget = config.train.tokens_per_microbatch
+        self.axes = {"beta": config.objective.beta, "label_smoothing": config.objective.label_smoothing}
+        self.length_normalized = config.objective.length_normalized
+
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        """Pair after pair; a micro-batch holds whole pairs and the denominator is the number of pairs."""
+        assert all(len(g.rollouts) == 2 for g in groups), "a group of DPO is a pair"
+        rollouts = tuple(r for g in groups for r in g.rollouts)
+        prompts = tuple(g.prompt.token_ids for g in groups for _ in g.rollouts)
+        sides = torch.tensor([1.0, -1.0] * len(groups), dtype=torch.float64)
+        return Batch(
+            groups=tuple(groups),
+            prompts=prompts,
+            rollouts=rollouts,
+            rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
+            advantages=sides,
+            trained=torch.ones(len(rollouts), dtype=torch.bool),
+            denominator=float(len(groups)),
+            microbatches=cut(prompts, rollouts, [(2 * i, 2 * i + 1) for i in range(len(groups))], self.budget),
+        )
+
+    def loss(
+        self, batch: Batch, rows: Sequence[int], logp: Sequence[Tensor], old: Any, reference: Sequence[Tensor] | None
+    ) -> tuple[Tensor, DPOStats]:
+        """This micro-batch's share of the step's loss; logp and reference have one tensor per row."""
+        assert reference is not None
+        policy, other = (torch.stack([x.sum() for x in side]) for side in (logp, reference))
+        counts = torch.tensor([len(x) for x in logp], dtype=policy.dtype, device=policy.device)
+        loss, stats = dpo_loss(
+            policy[0::2],
+            policy[1::2],
+            other[0::2],
+            other[1::2],
+            lengths=(counts[0::2], counts[1::2]) if self.length_normalized else None,
+            denominator=batch.denominator,
+            **self.axes,
+        )
+        return loss, stats + DPOStats(tokens=float(counts.sum()))
+
+    def metrics(
+        self, groups: Sequence[Group], batch: Batch, stats: DPOStats, logged: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Keys of metrics.jsonl that only this objective has; None where nothing was measured."""
+        pairs = stats.pairs
+        names = {"preference_accuracy": stats.wins, "margin": stats.margin_sum, "chosen_reward": stats.chosen_sum}
+        names |= {"rejected_reward": stats.rejected_sum}
+        return {name: total / pairs if pairs else None for name, total in names.items()}

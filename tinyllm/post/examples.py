@@ -1,0 +1,141 @@
+"""Runs on given completions (SFT, DPO): where their groups come from, and the loss on held-out rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tinyllm.config import DPOConfig, SFTConfig
+from tinyllm.configio import check
+from tinyllm.errors import ConfigError, DataError
+from tinyllm.post.dpo import DPOStats
+from tinyllm.post.parts import Parts
+from tinyllm.post.source import PromptOrder, Source
+from tinyllm.post.trainer import Evaluate
+from tinyllm.post.update import Scorer, model_scorer
+from tinyllm.records import Group, Revision
+from tinyllm.rewards.functions import Logged
+from tinyllm.rundir import RunDir
+from tinyllm.stats import mean_per_token
+from tinyllm.tasks.examples import ExampleData, load_examples
+
+
+class ExampleSource:
+    """Rows in a seeded order, epoch after epoch. Nothing is sampled, so a resumed run takes the same rows again."""
+
+    def __init__(self, data: ExampleData, order: PromptOrder, config: SFTConfig | DPOConfig, after: int) -> None:
+        self.data, self.order, self.train, self.after = data, order, config.train, after
+        self.seconds: dict[str, float] = {}
+        self.logged = Logged()
+
+    def publish(self, revision: Revision) -> None:
+        """Nobody samples."""
+
+    def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
+        for step in range(self.after + 1, self.train.steps + 1):
+            yield step, self.data.of(self.order.take(self.train.batch_size, {}))
+
+
+class ExampleParts(Parts):
+    """A run of SFT or DPO."""
+
+    def read_data(self) -> None:
+        config = self.config
+        self.data: ExampleData = load_examples(config, self.tokenizer)
+        rows, train = len(self.data.train), config.train
+        if rows < train.batch_size:
+            raise DataError(
+                f"{self.data.name}: {rows} rows to train on, fewer than one batch (train.batch_size = "
+                f"{train.batch_size}); lower it or give more rows"
+            )
+        largest = max(_distinct_tokens(g) for groups in self.data.groups.values() for g in groups)
+        if largest > train.tokens_per_microbatch:
+            raise ConfigError(
+                f"train.tokens_per_microbatch = {train.tokens_per_microbatch} cannot hold the longest row; it needs at "
+                f"least {largest}"
+            )
+        if not train.steps:
+            steps = max(1, math.ceil(train.epochs * rows / train.batch_size))
+            self.config = replace(config, train=replace(train, steps=steps))
+            check(self.config)
+
+    def longest(self) -> int:
+        return self.data.longest
+
+    def use_model(self) -> None:
+        """Nothing samples with it."""
+
+    def publish(self, revision: Revision) -> None:
+        """Nothing samples with it."""
+
+    def close(self) -> None:
+        """There are no processes."""
+
+    def source(self, run: RunDir, order: PromptOrder, recorded: Sequence[int], after: int) -> Source:
+        return ExampleSource(self.data, order, self.config, after)
+
+    def evaluator(self) -> Evaluate:
+        groups = self.data.of(self.data.held_out[: self.config.eval.prompts or None])
+        scorer = model_scorer(self.policy, 1.0, self.config.train.tokens_per_microbatch)
+
+        def evaluate(step: int, _: Sequence[Group]) -> dict[str, Any] | None:
+            if not groups:
+                return None
+            row = {"kind": "eval", "step": step}
+            if self.config.kind == "sft":
+                return row | held_out_likelihood(groups, scorer)
+            assert self.reference is not None
+            return row | self._held_out_preference(groups, scorer, self.reference)
+
+        return evaluate
+
+    @torch.no_grad()
+    def _held_out_preference(self, groups: Sequence[Group], policy: Scorer, reference: Scorer) -> dict[str, Any]:
+        """Loss and implicit rewards of held-out pairs; each pair is a row of its own."""
+        objective: Any = self.updater.objective
+        losses, total = [], DPOStats()
+        for group in groups:
+            batch = replace(objective.batch([group]), denominator=1.0)
+            sequences = _sequences([group])
+            loss, stats = objective.loss(batch, (0, 1), policy(sequences), (), reference(sequences))
+            losses.append(loss.item())
+            total = total + stats
+        estimate = mean_per_token(losses, [1] * len(losses))
+        row = {"prompts": len(groups), "loss": estimate.value, "loss_low": estimate.low, "loss_high": estimate.high}
+        return row | objective.metrics(groups, batch, total, {})
+
+
+def held_out_likelihood(groups: Sequence[Group], scorer: Scorer) -> dict[str, Any]:
+    """Mean negative log-likelihood per token of held-out completions, with its interval; rows are the clusters."""
+    logp = scorer(_sequences(groups))
+    sums: dict[str, float] = {}
+    sizes: dict[str, int] = {}
+    for (group, _), part in zip(_rollouts(groups), logp, strict=True):
+        row = group.prompt.id.partition("/")[0]  # the turns of a chat depend on each other
+        sums[row] = sums.get(row, 0.0) - part.sum(dtype=torch.float64).item()
+        sizes[row] = sizes.get(row, 0) + len(part)
+    estimate = mean_per_token(list(sums.values()), list(sizes.values()))
+    return {
+        "prompts": len(sums),
+        "loss": estimate.value,
+        "loss_low": estimate.low,
+        "loss_high": estimate.high,
+        "tokens": sum(sizes.values()),
+    }
+
+
+def _rollouts(groups: Sequence[Group]) -> Iterator[tuple[Group, Any]]:
+    return ((group, rollout) for group in groups for rollout in group.rollouts)
+
+
+def _sequences(groups: Sequence[Group]) -> list[tuple[Sequence[int], Sequence[int]]]:
+    return [(g.prompt.token_ids, r.completion.token_ids) for g, r in _rollouts(groups)]
+
+
+def _distinct_tokens(group: Group) -> int:
+    """At most what a pass over the group computes: its prompt once, and every completion."""
+    return len(group.prompt.token_ids) + sum(len(r.completion.token_ids) - 1 for r in group.rollouts)

@@ -1,0 +1,167 @@
+"""What a run minimizes, as the loop sees it: how groups become a batch, and a micro-batch a loss.
+
+GRPO, SFT and DPO are rows of one table; trainer, updater and replay do not know which they run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tinyllm.config import Config, GRPOConfig
+from tinyllm.post.batch import Batch, Rules, make_batch, padded, pick
+from tinyllm.post.dpo import DPOObjective
+from tinyllm.post.grpo import PRESETS, ObjectiveStats, clipped_objective
+from tinyllm.post.sft import SFTObjective
+from tinyllm.records import Group
+
+
+class Objective(Protocol):
+    """A loss over recorded groups. Statistics are frozen sums that add up over micro-batches, `tokens` among them."""
+
+    needs_reference: bool
+    """Whether the loss reads the reference policy's log-probabilities."""
+    temperature: float
+    """Of the log-probabilities."""
+    updates_per_batch: int
+    empty: Any
+    """Statistics of nothing."""
+
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        """Rows, advantages, denominator, micro-batches."""
+        ...
+
+    def loss(
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        logp: Sequence[Tensor],
+        old: Sequence[Tensor],
+        reference: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, Any]:
+        """(share of the step's loss, statistics) of a micro-batch: one tensor per row, [completion length] each.
+
+        logp is differentiable; old is that of the batch's first pass, reference that of the reference policy.
+        """
+        ...
+
+    def metrics(self, groups: Sequence[Group], batch: Batch, stats: Any, logged: Mapping[str, float]) -> dict[str, Any]:
+        """Keys of metrics.jsonl that this objective adds; logged: what reward functions logged."""
+        ...
+
+
+def objective_of(config: Config) -> Objective:
+    """The objective of a configuration, by its kind."""
+    kinds: Mapping[str, Any] = {"grpo": GRPOObjective, "sft": SFTObjective, "dpo": DPOObjective}
+    return kinds[config.kind](config)
+
+
+def objective_axes(config: GRPOConfig) -> dict[str, Any]:
+    """Keyword arguments of clipped_objective: the preset's row with the configuration's own choices over it."""
+    preset, chosen = PRESETS[config.objective.preset], config.objective
+    axes = {
+        name: pick(getattr(chosen, name), getattr(preset, name))
+        for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip", "kl", "aggregate")
+    }
+    axes |= {name: getattr(chosen, name) for name in ("beta", "sampler_correction", "sampler_mode", "sampler_cap")}
+    axes["constant_length"] = pick(chosen.constant_length, config.sampling.max_new_tokens)
+    return axes
+
+
+class GRPOObjective:
+    """Grouped advantages and the clipped objective of grpo.py."""
+
+    empty = ObjectiveStats()
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.axes, self.rules = objective_axes(config), Rules.of(config)
+        self.temperature = config.sampling.temperature
+        self.updates_per_batch = config.train.updates_per_batch
+        self.needs_reference = self.axes["beta"] > 0
+
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        return make_batch(groups, self.rules)
+
+    def loss(
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        logp: Sequence[Tensor],
+        old: Sequence[Tensor],
+        reference: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, ObjectiveStats]:
+        values, mask = padded(logp)
+        device = values.device
+        sampler = [
+            torch.tensor(batch.rollouts[row].completion.logprobs, dtype=torch.float32, device=device) for row in rows
+        ]
+        return clipped_objective(
+            values,
+            padded(old)[0],
+            batch.advantages[list(rows)].to(device, torch.float32),
+            mask,
+            logp_ref=padded(reference)[0] if reference is not None else None,
+            logp_sampler=padded(sampler)[0],
+            denominator=batch.denominator,
+            **self.axes,
+        )
+
+    def metrics(
+        self, groups: Sequence[Group], batch: Batch, stats: ObjectiveStats, logged: Mapping[str, float]
+    ) -> dict[str, Any]:
+        live = stats.tokens > 0
+        return {
+            **_reward_metrics(groups, batch, logged),
+            "kl": stats.kl,
+            "clip_fraction_low": stats.clip_fraction_low if live else None,
+            "clip_fraction_high": stats.clip_fraction_high if live else None,
+            "ratio_mean": stats.ratio_mean if live else None,
+            "ratio_max": stats.ratio_max if live else None,
+            "sampler_equal": stats.sampler_equal_share,
+            "sampler_gap": stats.sampler_gap,
+            "sampler_gap_max": stats.gap_max if live else None,
+        }
+
+
+def _reward_metrics(groups: Sequence[Group], batch: Batch, logged: Mapping[str, float]) -> dict[str, Any]:
+    """What verifiers said of the sampled rollouts, and how many groups had something to learn from."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    values = [r.verdict.value for r in rollouts if r.verdict.value is not None]
+    judged = [r.verdict for r in rollouts if "correct" in dict(r.verdict.parts)]
+    done = [r.completion for r in rollouts if r.completion.finish_reason != "error"]
+    zero = [i for i, g in enumerate(batch.groups) if not _any_signal(batch, i, len(g.rollouts))]
+    unscored: dict[str, int] = {}
+    for r in rollouts:
+        if r.verdict.value is None:
+            unscored[r.verdict.reason or "?"] = unscored.get(r.verdict.reason or "?", 0) + 1
+    parts: dict[str, list[float]] = {}
+    for r in rollouts:
+        for name, value in r.verdict.parts:
+            parts.setdefault(name, []).append(value)
+    return {
+        "reward_mean": mean(values),
+        "reward_std": statistics.pstdev(values) if values else None,
+        "reward_parts": {name: mean(x) for name, x in parts.items()},
+        "reward_logged": dict(logged),
+        "accuracy": mean([dict(v.parts)["correct"] for v in judged]),
+        "unreadable": mean([v.answer is None for v in judged]),
+        "truncated": mean([c.finish_reason == "length" for c in done]),
+        "zero_advantage": len(zero) / len(batch.groups) if batch.groups else None,
+        "groups_drawn": len(groups),
+        "groups_trained": len(batch.groups) - len(zero),
+        "unscored": sum(unscored.values()),
+        "unscored_reasons": unscored,
+    }
+
+
+def _any_signal(batch: Batch, group: int, size: int) -> bool:
+    start = sum(len(g.rollouts) for g in batch.groups[:group])
+    return bool((batch.advantages[start : start + size] != 0).any())
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,79 @@
+"""Supervised fine-tuning: the likelihood of given completions.
+
+Standard library, torch and records only. Legend: B completions, T tokens (padded), N trained tokens of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyllm.post.batch import Batch, cut, padded
+from tinyllm.records import Group
+
+
+def sft_loss(logp: Tensor, mask: Tensor | None = None, denominator: float | None = None) -> Tensor:
+    """Mean negative log-likelihood per token: -1/N sum_b sum_t mask_bt log p(y_bt | x_b, y_b<t).
+
+    logp [B, T] or [T]; mask of the same shape, true where a token is trained (masked positions may hold NaN);
+    denominator N, that of the whole step when this is one of its micro-batches (default: the tokens here). Returns a
+    scalar. Source: Ouyang et al., arXiv:2203.02155, section 3.5 (its step 1).
+    """
+    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask.bool()
+    total = float(mask.sum()) if denominator is None else denominator
+    return -torch.where(mask, logp, 0.0).sum() / max(total, 1.0)
+
+
+@dataclass(frozen=True)
+class SFTStats:
+    """Sums over trained tokens; `a + b` merges micro-batches."""
+
+    tokens: float = 0.0
+
+    def __add__(self, other: SFTStats) -> SFTStats:
+        return SFTStats(self.tokens + other.tokens)
+
+
+class SFTObjective:
+    """Every token of every completion, each with the same weight, whatever the micro-batch."""
+
+    needs_reference = False
+    temperature = 1.0
+    updates_per_batch = 1
+    empty = SFTStats()
+
+    def __init__(self, config: Any) -> None:
+        self.budget = config.train.tokens_per_microbatch
+
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        """All rows, in order; the denominator is the number of their tokens."""
+        rollouts = tuple(r for g in groups for r in g.rollouts)
+        prompts = tuple(g.prompt.token_ids for g in groups for _ in g.rollouts)
+        ones = torch.ones(len(rollouts), dtype=torch.float64)
+        return Batch(
+            groups=tuple(groups),
+            prompts=prompts,
+            rollouts=rollouts,
+            rewards=ones,
+            advantages=ones,
+            trained=ones.bool(),
+            denominator=float(sum(len(r.completion.token_ids) for r in rollouts)),
+            microbatches=cut(prompts, rollouts, [(row,) for row in range(len(rollouts))], self.budget),
+        )
+
+    def loss(
+        self, batch: Batch, rows: Sequence[int], logp: Sequence[Tensor], old: Any, reference: Any
+    ) -> tuple[Tensor, SFTStats]:
+        """This micro-batch's share of the step's loss; logp has one tensor per row."""
+        values, mask = padded(logp)
+        return sft_loss(values, mask, batch.denominator), SFTStats(float(mask.sum()))
+
+    def metrics(
+        self, groups: Sequence[Group], batch: Batch, stats: SFTStats, logged: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Keys of metrics.jsonl that only this objective has: none."""
+        return {}
