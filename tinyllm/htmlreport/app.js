@@ -94,7 +94,13 @@ async function start() {
   document.addEventListener("keydown", onKey);
   const wanted = page.data.sections.findIndex((section) => "#" + slug(section.title) === location.hash);
   show(Math.max(0, wanted));
-  document.body.dataset.ready = "page";
+  ready("page");
+}
+
+/** Says how far the page is, to whoever measures or drives it. */
+function ready(what) {
+  document.body.dataset.ready = what;
+  performance.mark(`ready ${what}`);
 }
 
 function slug(title) {
@@ -157,7 +163,7 @@ function drawCommand(text) {
   return make("div", { className: "command" }, make("code", {}, text), button);
 }
 
-const MARKS = { bad: "✕ trouble", warn: "▲ look", ok: "✓ well" };
+const MARKS = { bad: "✕ problem", warn: "▲ warning", ok: "✓ fine" };
 
 function drawNote({ level, text, filter }) {
   const note = make("li", { className: level }, make("span", { className: "mark" }, MARKS[level]), make("span", {}, text));
@@ -220,7 +226,7 @@ function drawChart(chart) {
   seen.observe(node);
   const numbers = make("details", {}, make("summary", {}, "numbers"));
   numbers.addEventListener("toggle", () => numbers.childElementCount > 1 || numbers.append(chartTable(chart)), { once: true });
-  return make("div", { className: "chart" }, make("h3", {}, chart.title), make("p", {}, chart.note), node, numbers);
+  return make("div", { className: "chart" }, make("h3", {}, chart.title), make("p", {}, noteOf(chart)), node, numbers);
 }
 
 function seriesName(chart, series) {
@@ -232,6 +238,13 @@ function seriesName(chart, series) {
 function describe(chart) {
   const ends = chart.series.map((s) => `${seriesName(chart, s)} from ${short(s.y[0])} to ${short(s.y.at(-1))}`);
   return `${chart.title}: ${ends.join("; ")}`;
+}
+
+/** A flat line says little; its value is said in words too. */
+function noteOf(chart) {
+  const values = new Set(chart.series.flatMap((series) => series.y));
+  if (values.size > 1) return chart.note;
+  return `${chart.note}${chart.note ? "; " : ""}${short([...values][0])} throughout`;
 }
 
 function chartTable(chart) {
@@ -277,16 +290,16 @@ function mean(values) {
 function layout(chart) {
   const style = getComputedStyle(document.documentElement);
   const color = (name) => style.getPropertyValue(name).trim();
-  const axis = { gridcolor: color("--grid"), linecolor: color("--line"), zeroline: false, automargin: true };
+  const axis = { gridcolor: color("--grid"), linecolor: color("--line"), zerolinecolor: color("--line"), automargin: true };
   const shares = chart.unit === "share";
   return {
-    font: { family: style.fontFamily, size: 12, color: color("--ink") },
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("--ink") },
     paper_bgcolor: "transparent", plot_bgcolor: "transparent",
     margin: { l: 44, r: 12, t: 8, b: 34 },
     hovermode: "x unified",
     hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
     showlegend: chart.series.length > 1,
-    legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", bgcolor: "transparent" },
+    legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", traceorder: "normal", bgcolor: "transparent" },
     xaxis: { ...axis, title: { text: "step", standoff: 4 }, nticks: 9, tickformat: "d" },
     yaxis: { ...axis, rangemode: chart.zero ? "tozero" : "normal", tickformat: shares ? ".2~%" : "~g", nticks: 6, hoverformat: ".4g" },
   };

@@ -11,7 +11,7 @@ const COLUMNS = [
   ["group", "group", (r) => (i) => r.group[i]],
   ["#", "sample within the group", (r) => (i) => r.sample[i]],
   ["reward", "reward", (r) => (i) => r.reward[i]],
-  ["advantage", "advantage", (r) => (i) => r.advantage[i]],
+  ["adv.", "advantage", (r) => (i) => r.advantage[i]],
   ["tokens", "length in tokens", (r) => (i) => r.length[i]],
   ["end", "how it ended", (r) => (i) => r.finish[i]],
   ["completion", "", null],
@@ -145,10 +145,10 @@ class Browser {
       pair("tokens", number("length_low", "least length", "min"), number("length_high", "greatest length", "max")),
       make("label", {}, "group", field("groupName", "group", { type: "search", placeholder: "name", style: "width: 8em" })),
     );
-    this.clear = make("button", { type: "button" }, "clear");
+    this.clear = make("button", { type: "button" }, "clear filters");
     this.clear.addEventListener("click", () => this.setFilter({}));
-    filters.append(this.clear);
-    this.counted = make("p", { className: "count", role: "status" }, "opening …");
+    this.counted = make("span", { role: "status" }, "opening …");
+    const count = make("p", { className: "count" }, this.counted, this.clear);
     const headings = make("div", { className: "row headings" }, ...COLUMNS.map(([name, title, value]) => {
       const node = make("button", { type: "button", title: value ? `sort by ${title}` : "" }, name);
       if (value) node.addEventListener("click", () => this.sortBy(name));
@@ -163,7 +163,7 @@ class Browser {
     });
     new ResizeObserver(() => this.drawRows()).observe(this.window);
     const list = make("div", { className: "list card" }, headings, this.window);
-    return make("div", { className: "left" }, filters, this.counted, list);
+    return make("div", { className: "left" }, filters, count, list);
   }
 
   async choose(number) {
@@ -173,10 +173,10 @@ class Browser {
     }
     this.record = await this.records.get(number);
     this.filter();
-    document.body.dataset.ready = "rollouts";
+    ready("rollouts");
     await this.record.tokensLoaded;
     if (this.chosen >= 0) this.drawRollout();
-    document.body.dataset.ready = "tokens";
+    ready("tokens");
   }
 
   async setFilter({ step, verdict, group } = {}) {
@@ -301,7 +301,7 @@ class Browser {
     const moves = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1, PageDown: many, PageUp: -many, Home: -Infinity, End: Infinity };
     if (event.key in moves && this.rows.length) {
       this.select(Math.min(this.rows.length - 1, Math.max(0, this.chosen + moves[event.key])));
-      if (document.activeElement?.closest(".detail")) this.focusList();
+      this.focusList();
     } else if (event.key === "/") this.query.focus();
     else if (event.key === "c") this.colorBy(Object.keys(COLORS)[(Object.keys(COLORS).indexOf(this.coloring) + 1) % 5]);
     else if (event.key === "g" && this.chosen >= 0) this.onlyGroup();

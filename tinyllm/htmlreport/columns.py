@@ -26,7 +26,7 @@ MAX_TOKENS = 4_000_000
 FINISH = ("stop", "length", "error")
 READ = (
     "step attempt group_id prompt_id draw sample policy_step policy_hash prompt completion reward reason answer parts "
-    "finish_reason error seed_key completion_token_ids logprobs row extra"
+    "finish_reason error seed_key completion_token_ids logprobs messages row extra"
 ).split()
 
 
@@ -63,6 +63,8 @@ class Rollouts:
     """Reward parts by name; NaN where a verdict has no such part."""
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     """Per rollout: completion, reason, answer, error, revision, extra; per group: group, prompt_id, prompt, row."""
+    questions: list[str] = field(default_factory=list)
+    """[G] The last message of each chat, the prompt where it is raw text."""
     omitted_steps: int = 0
     """Recorded steps that are not in these columns."""
 
@@ -135,8 +137,10 @@ def _columns(run: RunDir, table: pa.Table, steps: Sequence[int], omitted: int) -
     }
     hashes = (str(value)[:12] for value in table["policy_hash"].to_pylist())
     texts["revision"] = [f"{at}:{name}" for at, name in zip(policy.tolist(), hashes, strict=True)]
-    shared = table.select(["group_id", "prompt_id", "prompt", "row"]).take(first)
+    shared = table.select(["group_id", "prompt_id", "prompt", "row", "messages"]).take(first)
     texts |= {name: shared[name].to_pylist() for name in shared.column_names}
+    chats = [json.loads(chat) if chat else None for chat in texts.pop("messages")]
+    questions = [chat[-1]["content"] if chat else text for chat, text in zip(chats, texts["prompt"], strict=True)]
     return Rollouts(
         step=step,
         group=group,
@@ -154,6 +158,7 @@ def _columns(run: RunDir, table: pa.Table, steps: Sequence[int], omitted: int) -
         group_step=step[first],
         parts=_parts(table["parts"].combine_chunks()),
         texts=texts,
+        questions=questions,
         omitted_steps=omitted,
     )
 

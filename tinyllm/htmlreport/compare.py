@@ -92,9 +92,7 @@ def _cells(rollouts: Rollouts) -> Cells:
     sums = np.bincount(rollouts.group[scored], rollouts.reward[scored], len(rollouts.group_step))
     sizes = np.bincount(rollouts.group[scored], minlength=len(rollouts.group_step))
     collected: dict[tuple[int, str], list[float]] = {}
-    for group, (step, prompt) in enumerate(
-        zip(rollouts.group_step.tolist(), rollouts.texts["prompt_id"], strict=True)
-    ):
+    for group, (step, prompt) in enumerate(zip(rollouts.group_step.tolist(), rollouts.texts["prompt_id"], strict=True)):
         if sizes[group]:
             collected.setdefault((step, str(prompt)), []).append(sums[group] / sizes[group])
     return {cell: sum(means) / len(means) for cell, means in collected.items()}

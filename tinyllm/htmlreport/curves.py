@@ -20,10 +20,10 @@ Chart = dict[str, Any]
 Row = Mapping[str, Any]
 
 CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("Loss", "", "", (("loss", "loss"), ("eval:loss", "held out"))),
+    ("Loss", "", "", (("loss", "in training"), ("eval:loss", "held out"))),
     ("Preference accuracy", "share of pairs whose chosen answer is preferred", "share", (
         ("preference_accuracy", "in training"), ("eval:preference_accuracy", "held out"))),
-    ("Preference margin", "", "", (("margin", "margin"), ("eval:margin", "held out"))),
+    ("Preference margin", "", "", (("margin", "in training"), ("eval:margin", "held out"))),
     ("Implicit rewards", "", "", (("chosen_reward", "chosen"), ("rejected_reward", "rejected"))),
     ("KL per token", "", "nats", (("kl", "to the reference, in training"), ("eval:kl", "to the start policy, held out"))),
     ("Clip fraction", "share of trained tokens whose ratio is clipped", "share", (
@@ -81,16 +81,23 @@ def _values(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
 
 
 def _plain(title: str, note: str, unit: str, series: Sequence[tuple[str, str]], rows: Sequence[Any]) -> Chart:
+    def points_of(run: Any, key: str) -> list[tuple[int, float]]:
+        train, evals = run
+        return _values(evals if key.startswith("eval:") else train, key.removeprefix("eval:"))
+
+    there = [(key, name) for key, name in series if any(points_of(run, key) for run in rows)]
     drawn = []
-    for number, (train, evals) in enumerate(rows):
-        for role, (key, name) in enumerate(series):
-            held_out = key.startswith("eval:")
-            points = _values(evals if held_out else train, key.removeprefix("eval:"))
+    for number, run in enumerate(rows):
+        evals = run[1]
+        for role, (key, name) in enumerate(there):
+            points, held_out = points_of(run, key), key.startswith("eval:")
             more: dict[str, Any] = {"role": role, "points": held_out}
             if key == "eval:loss" and all(_number(row.get("loss_low")) for row in evals):
                 more |= {"low": [row["loss_low"] for row in evals], "high": [row["loss_high"] for row in evals]}
             if points:
                 drawn.append(_series(name, number, points, **more))
+    if len(there) == 1 < len(series):  # no legend says which one it is
+        note = there[0][1] + (f"; {note}" if note else "")
     return _chart(title, note, unit, drawn)
 
 

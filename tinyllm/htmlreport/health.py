@@ -119,7 +119,9 @@ def _clip(train: Rows) -> Iterator[Finding]:
 def _gap(train: Rows) -> Iterator[Finding]:
     equal, gaps, largest = (_points(train, key) for key in ("sampler_equal", "sampler_gap", "sampler_gap_max"))
     if equal and min(share for _, share in equal) == 1:
-        yield _finding("ok", f"Sampler and trainer agreed to the last bit on every trained token of {len(equal)} steps.")
+        yield _finding(
+            "ok", f"Sampler and trainer agreed to the last bit on every trained token of {len(equal)} steps."
+        )
     elif gaps:
         step, gap = max(gaps, key=lambda point: abs(point[1]))
         most = f", at most {max(value for _, value in largest):.3g}" if largest else ""

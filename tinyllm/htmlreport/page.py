@@ -68,7 +68,12 @@ def write_html(
     data = {
         "title": title or " and ".join(names),
         "runs": [
-            {"name": name, "path": str(run.path), "replay": replay_command(run), "rollouts": _pack(run, columns, blocks)}
+            {
+                "name": name,
+                "path": str(run.path),
+                "replay": replay_command(run),
+                "rollouts": _pack(run, columns, blocks),
+            }
             for run, columns, name in zip(runs, rollouts, names, strict=True)
         ],
         "sections": [{"title": section.title, "blocks": section.blocks} for section in sections],
@@ -135,7 +140,7 @@ def _axes(run: RunDir) -> dict[str, Any]:
     """What decides whether a token is clipped; empty for a run that clips nothing."""
     if run.manifest.get("kind", "grpo") != "grpo":
         return {}
-    from tinyllm.post.update import objective_axes
+    from tinyllm.post.batch import objective_axes
 
     axes = objective_axes(run.config)
     return {name: axes[name] for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip")}
@@ -230,7 +235,7 @@ def _before_after(rollouts: Columns, names: Sequence[str], count: int = 4) -> li
         if chosen:
             first_row = {int(group): row for row, group in reversed(list(enumerate(columns.group.tolist())))}
             rows = [
-                [str(columns.texts["prompt"][first]), *(_sample(columns, first_row[group]) for group in (first, last))]
+                [columns.questions[first], *(_sample(columns, first_row[group]) for group in (first, last))]
                 for first, last in chosen
             ]
             blocks += [

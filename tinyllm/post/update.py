@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tinyllm.config import GRPOConfig
 from tinyllm.engine.head import Policy
 from tinyllm.hashing import hash_tensor, hash_tensors
-from tinyllm.post.batch import Batch, pick
-from tinyllm.post.grpo import PRESETS, ObjectiveStats, clipped_objective
+from tinyllm.post.batch import Batch, objective_axes
+from tinyllm.post.grpo import ObjectiveStats, clipped_objective
 from tinyllm.post.logprobs import pack_targets, score
 from tinyllm.post.optimizer import Optimizer
 
@@ -47,18 +47,6 @@ class UpdateResult:
     hashes: dict[str, str] = field(default_factory=dict)
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     """Trainer log-probabilities of the first pass, by row: [completion length] each."""
-
-
-def objective_axes(config: GRPOConfig) -> dict[str, Any]:
-    """Keyword arguments of clipped_objective: the preset's row with the configuration's own choices over it."""
-    preset, chosen = PRESETS[config.objective.preset], config.objective
-    axes = {
-        name: pick(getattr(chosen, name), getattr(preset, name))
-        for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip", "kl", "aggregate")
-    }
-    axes |= {name: getattr(chosen, name) for name in ("beta", "sampler_correction", "sampler_mode", "sampler_cap")}
-    axes["constant_length"] = pick(chosen.constant_length, config.sampling.max_new_tokens)
-    return axes
 
 
 class Updater:
