@@ -88,17 +88,9 @@ def made_up_group(random: np.random.Generator, step: int, number: int, tokens: i
         logprobs = (-random.exponential(0.7, tokens)).astype(np.float32).tolist()
         words = " ".join(WORDS[i] for i in random.integers(0, len(WORDS), tokens))
         key = int(random.integers(0, 2**63))
-        completion = Completion(
-            prompt.id,
-            0,
-            sample,
-            tuple(ids.tolist()),
-            tuple(logprobs),
-            "stop",
-            key,
-            Revision(step - 1, f"{step:032x}"),
-            words,
-        )
+        revision = Revision(step - 1, f"{step:032x}")
+        numbers = tuple(ids.tolist()), tuple(logprobs)
+        completion = Completion(prompt.id, 0, sample, *numbers, "stop", key, revision, words)
         made.append(Rollout(completion, Verdict(float(random.integers(0, 2)), None, str(a + b + sample))))
     return Group(prompt, tuple(made))
 
@@ -107,7 +99,7 @@ def shifted(random: np.random.Generator, logprobs: Any, gap: float) -> list[floa
     """Log-probabilities of a trainer that computes a share of the tokens a little differently."""
     values = np.array(logprobs, np.float32)
     differs = random.random(len(values)) < gap
-    values[differs] += random.normal(0, 0.01, int(differs.sum())).astype(np.float32)
+    values[differs] += random.normal(0, 0.05, int(differs.sum())).astype(np.float32)
     return values.tolist()
 
 
@@ -134,9 +126,10 @@ def measure_page(page: Path) -> dict[str, Any]:
             "filter_clipped_s": "b.reward_low.value = ''; b.verdict.value = 'clipped'",
         }
         for name, action in filters.items():
-            script = f"() => {{ const b = page.browser; {action}; const t = performance.now(); b.filter(); return performance.now() - t; }}"
-            found[name] = view.evaluate(script) / 1000
-        found["filter_count"] = view.locator(".count [role=status]").inner_text()
+            timed = "const t = performance.now(); b.filter(); return performance.now() - t;"
+            found[name] = view.evaluate(f"() => {{ const b = page.browser; {action}; {timed} }}") / 1000
+            found[name.replace("_s", "_count")] = view.evaluate("page.browser.rows.length")
+        view.get_by_role("button", name="clear filters").click()
         found["rows_in_document"] = view.locator(".window .row").count()
         found["heap_mb"] = view.evaluate("performance.memory.usedJSHeapSize") / 1e6
         browser.close()

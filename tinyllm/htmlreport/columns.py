@@ -140,7 +140,7 @@ def _columns(run: RunDir, table: pa.Table, steps: Sequence[int], omitted: int) -
     shared = table.select(["group_id", "prompt_id", "prompt", "row", "messages"]).take(first)
     texts |= {name: shared[name].to_pylist() for name in shared.column_names}
     chats = [json.loads(chat) if chat else None for chat in texts.pop("messages")]
-    questions = [chat[-1]["content"] if chat else text for chat, text in zip(chats, texts["prompt"], strict=True)]
+    questions = [str(chat[-1]["content"] if chat else text) for chat, text in zip(chats, texts["prompt"], strict=True)]
     return Rollouts(
         step=step,
         group=group,
@@ -209,9 +209,9 @@ class Blocks:
     def __init__(self) -> None:
         self.html: list[str] = []
 
-    def add(self, data: bytes) -> int:
+    def add(self, data: bytes, level: int = 6) -> int:
         """Keep bytes and return the number of their block."""
-        text = base64.b64encode(zlib.compress(data, 6)).decode()
+        text = base64.b64encode(zlib.compress(data, level)).decode()
         self.html.append(f'<script type="text/plain" id="block-{len(self.html)}">{text}</script>')
         return len(self.html) - 1
 
@@ -224,7 +224,8 @@ class Blocks:
         kind = values.dtype
         planes = np.ascontiguousarray(values.astype(kind.newbyteorder("<"))).view(np.uint8)
         planes = planes.reshape(len(values), kind.itemsize).T
-        return {"block": self.add(np.ascontiguousarray(planes).tobytes()), "type": kind.name, "length": len(values)}
+        block = self.add(np.ascontiguousarray(planes).tobytes(), level=2)  # more effort finds little in such bytes
+        return {"block": block, "type": kind.name, "length": len(values)}
 
     def add_texts(self, values: Sequence[str | None]) -> dict[str, Any]:
         """Keep texts: each different one once, and its number per row."""
@@ -242,7 +243,7 @@ def pack(rollouts: Rollouts, blocks: Blocks, tokens: Mapping[int, str], axes: Ma
     """The page's description of a run's rollouts, the columns themselves in blocks.
 
     tokens: text by token id, as far as it is known; axes: the objective's ratio and bounds, see post.grpo. Floats are
-    kept in fp32 where that is exact, else in fp64. The trainer's numbers are kept as bits that differ from the sampler's.
+    kept in fp32 where that is exact, else in fp64, the trainer's as the bits that differ from the sampler's.
     """
     used, numbers = np.unique(rollouts.token_ids, return_inverse=True)
     exact = _is_fp32(rollouts.logprobs) and _is_fp32(rollouts.trainer)
@@ -281,7 +282,7 @@ def replay_command(run: RunDir) -> str:
 
 
 def token_texts(run: RunDir, ids: np.ndarray) -> dict[int, str]:
-    """What each of these token ids says, by the run's own tokenizer or its start model's; empty when neither is here."""
+    """What each of these token ids says, by the run's own tokenizer or its start model's; empty without one."""
     path = _tokenizer_file(run)
     if path is None:
         return {}

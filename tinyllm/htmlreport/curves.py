@@ -25,7 +25,7 @@ CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         ("preference_accuracy", "in training"), ("eval:preference_accuracy", "held out"))),
     ("Preference margin", "", "", (("margin", "in training"), ("eval:margin", "held out"))),
     ("Implicit rewards", "", "", (("chosen_reward", "chosen"), ("rejected_reward", "rejected"))),
-    ("KL per token", "", "nats", (("kl", "to the reference, in training"), ("eval:kl", "to the start policy, held out"))),
+    ("KL per token", "", "nats", (("kl", "to the reference, in training"), ("eval:kl", "to the start, held out"))),
     ("Clip fraction", "share of trained tokens whose ratio is clipped", "share", (
         ("clip_fraction_high", "upper bound"), ("clip_fraction_low", "lower bound"))),
     ("Ratio", "new over old probability of a token", "", (("ratio_max", "largest"), ("ratio_mean", "mean"))),

@@ -119,9 +119,7 @@ def _clip(train: Rows) -> Iterator[Finding]:
 def _gap(train: Rows) -> Iterator[Finding]:
     equal, gaps, largest = (_points(train, key) for key in ("sampler_equal", "sampler_gap", "sampler_gap_max"))
     if equal and min(share for _, share in equal) == 1:
-        yield _finding(
-            "ok", f"Sampler and trainer agreed to the last bit on every trained token of {len(equal)} steps."
-        )
+        yield _finding("ok", f"Sampler and trainer agreed to the last bit on each trained token of {len(equal)} steps.")
     elif gaps:
         step, gap = max(gaps, key=lambda point: abs(point[1]))
         most = f", at most {max(value for _, value in largest):.3g}" if largest else ""
@@ -236,7 +234,7 @@ def _held_out(evals: Rows) -> Iterator[Finding]:
     scored = [(row["step"], *values) for row in evals if (values := score(row))]
     if len(scored) < 2:
         return
-    (_, start, _, start_high), (last, value, low, high) = scored[0], scored[-1]
+    (_, start, _, start_high), (_, value, low, high) = scored[0], scored[-1]
     step, best, best_low, _ = max(scored, key=lambda point: point[1])
     if best > high and best_low > value:
         yield _finding("warn", f"The held-out score was best at step {step} ({best:.2f}) and is {value:.2f} now.")

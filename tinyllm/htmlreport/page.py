@@ -200,7 +200,7 @@ def _tiles(run: RunDir) -> Block:
         items[1] = (f"{kind.upper()}, preset {preset}", items[1][1], items[1][2])
     scored = [(row, values) for row in evals if (values := score(row))]
     if scored:
-        (first, before), (last, after) = scored[0], scored[-1]
+        (_, before), (last, after) = scored[0], scored[-1]
         what = "accuracy" if last.get("correct") is not None else "reward"
         value = f"{before[0]:.2f} → {after[0]:.2f}" if len(scored) > 1 else f"{after[0]:.2f}"
         band = f"95% interval {after[1]:.2f} to {after[2]:.2f}, " if what == "accuracy" else ""
