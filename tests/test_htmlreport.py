@@ -137,7 +137,7 @@ def test_it_opens_and_its_charts_are_drawn(browser, page_file, run):
 
 
 def test_filters_show_what_the_record_has(browser, page_file, run):
-    page = Page(browser, page_file)
+    page = Page(browser, page_file, "#rollouts")
     view = page.rollouts()
     columns = read_rollouts(run)
     total = STEPS * PROMPTS * SIZE
@@ -178,7 +178,7 @@ def test_filters_show_what_the_record_has(browser, page_file, run):
 
 def test_the_numbers_of_a_token_are_the_records(browser, page_file, run):
     """Every token of a trained and of an untrained completion: equal as floats, not nearly."""
-    page = Page(browser, page_file)
+    page = Page(browser, page_file, "#rollouts")
     view = page.rollouts()
     groups = run.read_groups(5)
     for number, sample in ((2, 0), (1, 3), (3, 1)):
@@ -215,7 +215,7 @@ def test_the_numbers_of_a_token_are_the_records(browser, page_file, run):
 
 
 def test_the_group_stands_side_by_side(browser, page_file, run):
-    page = Page(browser, page_file)
+    page = Page(browser, page_file, "#rollouts")
     view = page.rollouts()
     members = view.locator(".member")
     assert members.count() == SIZE
@@ -232,8 +232,7 @@ def test_the_group_stands_side_by_side(browser, page_file, run):
 
 def test_keys(browser, page_file):
     page = Page(browser, page_file, "#rollouts")
-    view = page.view
-    view.locator("body[data-ready=tokens]").wait_for()
+    view = page.rollouts()
     for key, where in (
         ("j", (1, 0, 1)),
         ("ArrowDown", (1, 0, 2)),
@@ -264,15 +263,14 @@ def test_keys(browser, page_file):
 
 
 def test_dark_where_the_system_is(browser, page_file):
-    page = Page(browser, page_file, color_scheme="dark")
+    page = Page(browser, page_file, "#record", color_scheme="dark")
     assert page.view.evaluate("document.documentElement.dataset.theme") == "dark"
     assert page.view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 29)"
     page.close()
 
 
 def test_a_warning_leads_to_its_rollouts(browser, page_file):
-    page = Page(browser, page_file)
-    page.view.get_by_role("tab", name="Health").click()
+    page = Page(browser, page_file, "#health")
     note = page.view.locator("section:not([hidden]) .notes li", has_text="could not be scored")
     note.get_by_role("button").click()
     page.view.locator("body[data-ready=tokens]").wait_for()
@@ -301,9 +299,8 @@ def test_what_a_model_wrote_is_text(browser, page_file, tmp_path, run):
 
 def test_two_runs_and_a_run_without_tokenizer(browser, run, tmp_path):
     other = make_run(tmp_path / "other", shift=0.5, steps=8)
-    page = Page(browser, write_html(tmp_path / "two.html", [run, other]))
+    page = Page(browser, write_html(tmp_path / "two.html", [run, other]), "#comparison")
     assert page.view.get_by_role("tab").all_inner_texts()[:2] == ["Overview", "Comparison"]
-    page.view.get_by_role("tab", name="Comparison").click()
     words = page.view.locator("section:not([hidden])").inner_text()
     assert "row 1 (group row-0#0, sample 1)" in words and "verify" in words, "the first divergence"
     assert "run has 12 steps, other has 8." in words
@@ -312,12 +309,16 @@ def test_two_runs_and_a_run_without_tokenizer(browser, run, tmp_path):
     view.get_by_label("run", exact=True).select_option("other")
     view.locator(".tokens.whole span", has_text="[2]").wait_for()
     assert page.count() == 8 * PROMPTS * SIZE
+    view.get_by_role("tab", name="Health").click()
+    view.locator("section:not([hidden]) .notes li", has_text="could not be scored").first.get_by_role("button").click()
+    view.locator(".facts", has_text="timed out").wait_for()
+    assert view.get_by_label("run", exact=True).input_value() == "0", "the finding is the first run's"
     page.close()
 
 
 @pytest.mark.parametrize("width", [1400, 420])
 def test_only_visible_rows_are_in_the_document(browser, page_file, width):
-    page = Page(browser, page_file)
+    page = Page(browser, page_file, "#rollouts")
     view = page.rollouts()
     view.set_viewport_size({"width": width, "height": 900})
     assert 10 < view.locator(".window .row").count() < 60

@@ -92,6 +92,7 @@ async function start() {
   document.getElementById("theme").addEventListener("click", otherTheme);
   document.getElementById("help").addEventListener("click", showKeys);
   document.addEventListener("keydown", onKey);
+  window.addEventListener("beforeprint", () => document.querySelectorAll(".plot").forEach(drawNow));
   const wanted = page.data.sections.findIndex((section) => "#" + slug(section.title) === location.hash);
   show(Math.max(0, wanted));
   ready("page");
@@ -212,13 +213,17 @@ const seen = new IntersectionObserver(
   (entries) => {
     for (const entry of entries) {
       if (!entry.isIntersecting) continue;
-      seen.unobserve(entry.target);
-      page.charts.push(entry.target);
-      loadPlotly().then((plotly) => plot(plotly, entry.target));
+      drawNow(entry.target);
     }
   },
   { rootMargin: "300px" },
 );
+
+function drawNow(node) {
+  seen.unobserve(node);
+  if (!page.charts.includes(node)) page.charts.push(node);
+  return loadPlotly().then((plotly) => plot(plotly, node));
+}
 
 function drawChart(chart) {
   const node = make("div", { className: "plot", role: "img", "aria-label": describe(chart) });

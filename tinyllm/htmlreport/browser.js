@@ -179,8 +179,14 @@ class Browser {
     ready("tokens");
   }
 
-  async setFilter({ step, verdict, group } = {}) {
+  /** Shows what fits and nothing else; `run` is a run's name, else the run stays. */
+  async setFilter({ run, step, verdict, group } = {}) {
     await this.ready;
+    const number = this.runs.findIndex(({ name }) => name === run);
+    if (this.run && number >= 0 && Number(this.run.value) !== number) {
+      this.run.value = number;
+      await this.choose(number);
+    }
     for (const input of this.node.querySelectorAll(".filters input")) input.value = "";
     if (step) [this.step_low.value, this.step_high.value] = step;
     this.verdict.value = verdict ?? "";
@@ -367,9 +373,10 @@ class Browser {
     if (text.error.at(i) !== null) facts.push(["error", text.error.at(i)]);
     r.parts.forEach((name, k) => Number.isNaN(r[`part ${k}`][i]) || facts.push([`part ${name}`, plain(r[`part ${k}`][i])]));
     const row = text.row.at(r.group[i]);
+    const named = (tag, words, value) => make(tag, String(value).length > 24 ? { className: "long" } : {}, words);
     if (row && row !== "{}") facts.push(["task row", row]);
     if (text.extra.at(i) !== null) facts.push(["logged", text.extra.at(i)]);
-    return make("dl", { className: "facts" }, ...facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
+    return make("dl", { className: "facts" }, ...facts.flatMap(([name, value]) => [named("dt", name, value), named("dd", value, value)]));
   }
 
   drawTokens(i, limit, whole) {

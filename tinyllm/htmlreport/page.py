@@ -155,7 +155,7 @@ def _sections(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str], m
         sections.append(Section("Stages", _stages(runs, rollouts, names)))
         for run, columns, name in zip(runs, rollouts, names, strict=True):
             found = curves([run], [columns])
-            blocks = [_tiles(run), charts(found), *_health(run, columns, health_charts(found))]
+            blocks = [_tiles(run), charts(found), *_health(run, columns, [], name)]
             sections.append(Section(name, blocks))
     else:
         sections.append(Section("Overview", _overview(runs, rollouts, names)))
@@ -167,7 +167,7 @@ def _sections(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str], m
         health: list[Block] = []
         for run, columns, name in zip(runs, rollouts, names, strict=True):
             health += [heading(name)] if len(runs) > 1 else []
-            health += _health(run, columns, health_charts(curves([run], [columns])))
+            health += _health(run, columns, health_charts(curves([run], [columns])), name)
         sections.append(Section("Health", health))
     sections.append(Section("Record", [block for pair in zip(runs, names, strict=True) for block in _record(*pair)]))
     return sections
@@ -251,8 +251,11 @@ def _sample(columns: Rollouts, row: int) -> str:
     return f"[step {columns.step[row]}, {verdict}]\n{columns.texts['completion'][row]}"
 
 
-def _health(run: RunDir, columns: Rollouts | None, drawn: Sequence[dict[str, Any]]) -> list[Block]:
+def _health(run: RunDir, columns: Rollouts | None, drawn: Sequence[dict[str, Any]], name: str) -> list[Block]:
     found = findings(run, columns)
+    for finding in found:
+        if "filter" in finding:
+            finding["filter"]["run"] = name
     blocks = [notes(found) if found else text("Nothing was recorded that tells of the run's health.")]
     if reasons := unscored_reasons(run.metrics("train")):
         blocks += [heading("Unscored completions"), table(["reason", "count", "first step", "last step"], reasons)]
