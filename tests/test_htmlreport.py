@@ -22,6 +22,7 @@ from tinyllm.htmlreport.columns import read_rollouts
 from tinyllm.htmlreport.compare import paired
 from tinyllm.htmlreport.curves import charts, clustered_interval, reward_intervals
 from tinyllm.htmlreport.health import findings, unscored_reasons
+from tinyllm.htmlreport.page import _plotly
 from tinyllm.htmlreport.sections import table
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
 
@@ -455,6 +456,7 @@ def test_a_damaged_file_is_named(tmp_path, capsys):
 
 def test_without_plotly_one_line_says_so(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    _plotly.cache_clear()
     with pytest.raises(ConfigError, match="pip install plotly"):
         write_html(tmp_path / "page.html", [run])
 

@@ -93,9 +93,15 @@ class Record {
   }
 
   anyClipped(i) {
-    if (!this.trainer || !this.trained[i]) return false;
-    for (let t = 0; t < this.length[i]; t++) if (this.token(i, t).clipped) return true;
-    return false;
+    if (!this.trainer || !this.trained[i] || !this.advantage[i]) return false;
+    if (this.axes.ratio === "sequence") return this.clipping(i, this.rowRatio(i)) !== "";
+    let [least, most] = [Infinity, -Infinity]; // if any is clipped, one of these is
+    for (let at = this.offset[i]; at < this.offset[i + 1]; at++) {
+      const gap = this.trainer[at] - this.logprobs[at];
+      least = Math.min(least, gap);
+      most = Math.max(most, gap);
+    }
+    return this.clipping(i, Math.exp(least)) !== "" || this.clipping(i, Math.exp(most)) !== "";
   }
 
   /** Rows of the same group, in order. */
@@ -431,11 +437,11 @@ class Browser {
     const parts = {
       logprob: ["probability 1", bar("transparent", full("rare")), "e⁻⁶ or less"],
       ratio: [short(1 / (1 + bound), 2), bar(full("negative"), "transparent", full("positive")), short(1 + bound, 3), "trainer's over sampler's probability, first pass; italics: not trained"],
-      clipped: clip ? [`that ratio is beyond 1 − ${clip_low} (dashed) or 1 + ${clip_high} (solid), where the advantage pushes it`] : ["this run clips nothing"],
+      clipped: clip ? [`trainer's over sampler's probability is below 1 − ${clip_low} (dashed) or above 1 + ${clip_high} (solid), where the advantage pushes it`] : ["this run clips nothing"],
       advantage: [`−${spread}`, bar(full("negative"), "transparent", full("positive")), `+${spread}`, "of the whole completion; italics: not trained"],
       none: [],
     };
-    this.legend.replaceChildren(...parts[this.coloring]);
+    this.legend.replaceChildren(...parts[this.coloring].map((part) => make("span", {}, part)));
   }
 
   drawMember(j, current) {

@@ -203,6 +203,11 @@ def _derived(
 # Packing
 
 
+def packed(data: bytes, level: int = 6) -> str:
+    """Bytes as a block holds them."""
+    return base64.b64encode(zlib.compress(data, level)).decode()
+
+
 class Blocks:
     """Columns of a page: each is compressed and written as one block of base64; the page's data names it by number."""
 
@@ -211,7 +216,10 @@ class Blocks:
 
     def add(self, data: bytes, level: int = 6) -> int:
         """Keep bytes and return the number of their block."""
-        text = base64.b64encode(zlib.compress(data, level)).decode()
+        return self.add_packed(packed(data, level))
+
+    def add_packed(self, text: str) -> int:
+        """Keep what `packed` returned."""
         self.html.append(f'<script type="text/plain" id="block-{len(self.html)}">{text}</script>')
         return len(self.html) - 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import os
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from tinyllm.htmlreport.columns import (
     Blocks,
     Rollouts,
     pack,
+    packed,
     read_rollouts,
     recorded_steps,
     replay_command,
@@ -77,7 +79,7 @@ def write_html(
             for run, columns, name in zip(runs, rollouts, names, strict=True)
         ],
         "sections": [{"title": section.title, "blocks": section.blocks} for section in sections],
-        "library": blocks.add(library.encode()),
+        "library": blocks.add_packed(library),
     }
     data_block = blocks.add_json(_finite(data))
     page = _file("page.html")
@@ -99,12 +101,14 @@ def write_html(
     return path
 
 
+@functools.cache
 def _plotly() -> str:
+    """The source of plotly.js, packed. Raises ConfigError."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ConfigError("report.html needs plotly, which is not installed; run: pip install plotly") from None
-    return get_plotlyjs()
+    return packed(get_plotlyjs().encode())
 
 
 def _file(name: str) -> str:
