@@ -1,6 +1,7 @@
 #!/bin/sh
 # setup.sh venv FOLDER: make a virtual environment with Python 3.11 or newer (PYTHON=/path/to/python chooses one)
-# setup.sh tools FOLDER: what tests need besides Python packages: a C compiler for one of those, bubblewrap if it can be had
+# setup.sh tools FOLDER: what tests need besides Python packages: a C compiler for one of those, bubblewrap and Chromium
+#   if they can be had
 # As root on Debian or Ubuntu what is missing is installed; elsewhere one line says what to install.
 set -eu
 venv=$2
@@ -57,12 +58,19 @@ import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'
 }
 
+has_chromium() {
+    command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null
+}
+
 find_tools() {
     headers=$("$venv/bin/python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')
     compiles || apt_install gcc libc6-dev "$headers"
     compiles || fail "a C compiler and Python's headers are needed for a package that only tests use. Install them: \
 sudo apt-get install gcc libc6-dev $headers"
     command -v bwrap >/dev/null || apt_install bubblewrap
+    has_chromium || apt_install chromium
+    has_chromium ||
+        echo "the tests of report.html in a browser will be skipped; for them: sudo apt-get install chromium" >&2
 }
 
 case $1 in

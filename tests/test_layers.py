@@ -28,6 +28,7 @@ LAYERS = """
     cluster
     evaluate progress trackers score
     rundiff runview doctor clitext
+    htmlreport
     cli
     __main__
 """

@@ -188,14 +188,23 @@ def _doctor(words: Sequence[str]) -> int:
 def _report(words: Sequence[str]) -> int:
     parser = Arguments("report")
     parser.add_argument("run", help="run directory")
+    parser.add_argument("other", nargs="?", help="a second run directory, to compare with")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the HTML file (default: report.html in RUN)")
+    given = parser.parse_args(words)
     from tinyllm.rundir import RunDir
 
-    run = RunDir.read(parser.parse_args(words).run)
-    if not run.metrics():
-        raise RunError(f"{run.path}: metrics.jsonl is missing or empty, so there is nothing to draw")
+    runs = [RunDir.read(path) for path in (given.run, given.other) if path is not None]
+    for run in runs:
+        if not run.metrics():
+            raise RunError(f"{run.path}: metrics.jsonl is missing or empty, so there is nothing to draw")
+    if given.output == "":
+        raise ConfigError("-o needs a file, got an empty name")
+    from tinyllm.htmlreport import write_html
     from tinyllm.report import write_report
 
-    print(write_report(run))
+    if len(runs) == 1:
+        print(write_report(runs[0]))
+    print(write_html(given.output or runs[0].path / "report.html", runs))
     return 0
 
 
@@ -329,7 +338,11 @@ COMMANDS = {
     "doctor": Command("Check this machine: numeric properties, memory, packages.", "tinyllm doctor", _doctor),
     "runs": Command("List the runs in a folder, with their results.", "tinyllm runs runs/", _runs),
     "show": Command("Show what a run was, how far it got, what it sampled.", "tinyllm show RUN --step 20", _show),
-    "report": Command("Draw a run's curves again: report.png.", "tinyllm report RUN", _report),
+    "report": Command(
+        "Write what a run recorded as one page: report.html (and its curves as report.png); two runs are compared.",
+        "tinyllm report RUN OTHER_RUN -o report.html",
+        _report,
+    ),
     "replay": Command(
         "Compute a run again from its record and compare every step to the last bit.",
         "tinyllm replay RUN --steps 10:20 --sample",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,18 @@ class Rules:
 
 def pick(value: _V | None, default: _V) -> _V:
     return default if value is None else value
+
+
+def objective_axes(config: GRPOConfig) -> dict[str, Any]:
+    """Keyword arguments of clipped_objective: the preset's row with the configuration's own choices over it."""
+    preset, chosen = PRESETS[config.objective.preset], config.objective
+    axes = {
+        name: pick(getattr(chosen, name), getattr(preset, name))
+        for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip", "kl", "aggregate")
+    }
+    axes |= {name: getattr(chosen, name) for name in ("beta", "sampler_correction", "sampler_mode", "sampler_cap")}
+    axes["constant_length"] = pick(chosen.constant_length, config.sampling.max_new_tokens)
+    return axes
 
 
 @dataclass(frozen=True)

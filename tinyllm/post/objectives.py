@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tinyllm.config import Config, GRPOConfig
-from tinyllm.post.batch import Batch, Rules, make_batch, padded, pick
+from tinyllm.post.batch import Batch, Rules, make_batch, objective_axes, padded
 from tinyllm.post.dpo import DPOObjective
-from tinyllm.post.grpo import PRESETS, ObjectiveStats, clipped_objective
+from tinyllm.post.grpo import ObjectiveStats, clipped_objective
 from tinyllm.post.sft import SFTObjective
 from tinyllm.records import Group
 
@@ -58,18 +58,6 @@ def objective_of(config: Config) -> Objective:
     """The objective of a configuration, by its kind."""
     kinds: Mapping[str, Any] = {"grpo": GRPOObjective, "sft": SFTObjective, "dpo": DPOObjective}
     return kinds[config.kind](config)
-
-
-def objective_axes(config: GRPOConfig) -> dict[str, Any]:
-    """Keyword arguments of clipped_objective: the preset's row with the configuration's own choices over it."""
-    preset, chosen = PRESETS[config.objective.preset], config.objective
-    axes = {
-        name: pick(getattr(chosen, name), getattr(preset, name))
-        for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip", "kl", "aggregate")
-    }
-    axes |= {name: getattr(chosen, name) for name in ("beta", "sampler_correction", "sampler_mode", "sampler_cap")}
-    axes["constant_length"] = pick(chosen.constant_length, config.sampling.max_new_tokens)
-    return axes
 
 
 class GRPOObjective:
