@@ -96,6 +96,32 @@ def test_coverage(clusters, per, samples, correlation):
     assert 0.935 - 2 * error < hits / (reps * len(ACCURACIES)) < 0.965 + 2 * error
 
 
+def test_mean_per_token_by_hand():
+    """Sums 2, 6 over 1, 3 tokens and 5 over 2: 13 / 6; residuals -1/6, -1/2, 2/3; se^2 = 3/2 x (26/36) / 36."""
+    found = stats.mean_per_token([2, 6, 5], [1, 3, 2])
+    half = scipy_stats.t.ppf(0.975, 2) * math.sqrt(1.5 * (26 / 36)) / 6
+    assert (found.value, found.low, found.high) == pytest.approx((13 / 6, 13 / 6 - half, 13 / 6 + half))
+    assert stats.mean_per_token([3.0], [2]) == stats.Estimate(1.5, 1.5, 1.5)
+
+
+def test_mean_per_token_of_equal_rows_is_the_t_interval():
+    x = np.random.default_rng(0).normal(size=40)
+    found = stats.mean_per_token(list(x), [1] * 40)
+    theirs = scipy_stats.t.interval(0.95, 39, x.mean(), scipy_stats.sem(x))
+    assert (found.low, found.high) == pytest.approx(theirs)
+
+
+def test_coverage_of_mean_per_token():
+    """Rows of 1 to 30 tokens whose losses share a level: the interval holds the true mean in 95% of 2,000 suites."""
+    generator, held = np.random.default_rng(1), 0
+    for _ in range(2000):
+        sizes = generator.integers(1, 31, 60)
+        sums = [float((2 + generator.normal() + generator.exponential(1, n)).sum()) for n in sizes]
+        found = stats.mean_per_token(sums, [int(n) for n in sizes])
+        held += found.low <= 3 <= found.high
+    assert 0.93 < held / 2000 < 0.965
+
+
 def test_the_bootstrap_agrees():
     scores = draws(np.random.default_rng(2), 0.6, 80, 1, 4, 0.4)
     found, (low, high) = stats.accuracy(scores), stats.cluster_bootstrap(scores)

@@ -151,7 +151,7 @@ class OptimizerConfig:
 class TrainConfig:
     """How much is trained, in which portions."""
 
-    steps: int = opt(24, "batches of rollouts to train on", ge=0)
+    steps: int = opt(36, "batches of rollouts to train on", ge=0)
     prompts_per_step: int = opt(16, "prompts in a batch; each gets group_size completions", ge=1)
     updates_per_batch: int = opt(1, "optimizer updates on each batch, each over all of it", ge=1)
     tokens_per_microbatch: int = opt(1024, "distinct tokens in one forward and backward pass; bounds memory", ge=1)
@@ -169,7 +169,7 @@ class TrainConfig:
 class EvalConfig:
     """Accuracy on held-out prompts (greedy)."""
 
-    every: int = opt(8, "steps between evaluations; 0 = only before and after", ge=0)
+    every: int = opt(12, "steps between evaluations; 0 = only before and after", ge=0)
     prompts: int = opt(0, "held-out prompts to use; 0 = all", ge=0)
 
 
@@ -197,7 +197,7 @@ class GRPOConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.5e-5))
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -1,0 +1,150 @@
+"""What the capstone found: every stage on the held-out and the shifted suite, what differs, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, Rows
+from tinyllm.capstone.stages import MAX_NEW_TOKENS, Plan, Stage
+from tinyllm.evals.run import evaluate
+from tinyllm.files import read_json, write_json
+from tinyllm.htmlreport import Section, write_html
+from tinyllm.htmlreport.sections import Block, command, heading, table, text
+from tinyllm.rollouts import read_table
+from tinyllm.rundir import RunDir
+
+SUITES = ("held_out", "shifted")
+RESULT = "capstone.json"
+SHOWN = 8
+"""Prompts whose completions are shown, before and after."""
+
+
+def evaluate_stages(
+    plan: Plan, stages: Sequence[Stage], rows: Rows, out: Path, on_phase: Callable[[str], None]
+) -> dict[str, Any]:
+    """Evaluate base, SFT, DPO and GRPO on both suites, greedily; the last stage is compared with each before it.
+
+    What is evaluated already is read back. Writes and returns capstone.json.
+    """
+    by_name = {stage.name: stage for stage in stages}
+    named = {"grpo": by_name["4-grpo"], "dpo": by_name["3-dpo"], "sft": by_name["1-sft"]}
+    models = {name: str(stage.model) for name, stage in named.items()} | {"base": plan.model}
+    suites = {}
+    for suite in SUITES:
+        folder = out / "evals" / suite
+        if not (folder / "eval.json").exists():
+            options: dict[str, Any] = {
+                "data.file": str(getattr(rows, suite)),
+                "data.system_prompt": SYSTEM_PROMPT,
+                "reward.functions": (VERIFIER,),
+                "answer.max_new_tokens": MAX_NEW_TOKENS,
+                "train": str(rows.prompts),
+                "machine.threads": plan.threads,
+                "out": str(folder),
+            }
+            evaluate(list(models.values()), options, on_phase=on_phase)
+        suites[suite] = _named(read_json(folder / "eval.json"), {path: name for name, path in models.items()})
+    result = {
+        "seed": plan.seed,
+        "model": plan.model,
+        "stages": [{"name": stage.name, "kind": stage.config.kind, "run": stage.name} for stage in stages],
+        "suites": suites,
+    }
+    write_json(out / RESULT, result)
+    return result
+
+
+def _named(report: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Of an evaluation's report what counts here, the models under their stages' names, base first."""
+
+    def say(sentence: str) -> str:
+        for path, name in names.items():
+            sentence = sentence.replace(path, name)
+        return sentence
+
+    order = ["base", "sft", "dpo", "grpo"]
+    results = {names[line["model"]]: line for line in report["results"] if line["task"] == report["results"][0]["task"]}
+    comparisons = [
+        {**line, "a": names[line["a"]], "b": names[line["b"]], "sentence": say(line["sentence"])}
+        for line in report["comparisons"]
+        if line["task"] == report["results"][0]["task"]
+    ]
+    return {
+        "suite": report["suite"],
+        "results": {name: {**results[name], "model": name} for name in order},
+        "comparisons": comparisons,
+        "overlap": report["overlap"],
+        "warnings": [say(line) for line in report["warnings"]],
+    }
+
+
+def summary_lines(result: Mapping[str, Any]) -> list[str]:
+    """The outcome in plain lines: a table of accuracies, and what differs."""
+    lines = [f"{'':10}" + "".join(f"{suite.replace('_', '-'):>26}" for suite in SUITES)]
+    for name in ("base", "sft", "dpo", "grpo"):
+        cells = [_score(result["suites"][suite]["results"][name]) for suite in SUITES]
+        lines.append(f"{name:10}" + "".join(f"{cell:>26}" for cell in cells))
+    lines.append("")
+    return lines + [f"{c['a']} and {c['b']}: {c['sentence']}" for c in result["suites"]["held_out"]["comparisons"]]
+
+
+def _score(line: Mapping[str, Any]) -> str:
+    s = line["score"]
+    return f"{s['value']:.3f} [{s['low']:.3f}, {s['high']:.3f}]"
+
+
+def write_page(result: Mapping[str, Any], stages: Sequence[Stage], out: Path) -> Path:
+    """capstone.html: the outcome first, then curves, rollouts and health of every stage."""
+    runs = [RunDir.read(stage.folder) for stage in stages if stage.name != "2-pairs"]
+    names = [stage.name for stage in stages if stage.name != "2-pairs"]
+    extra = [
+        Section("Outcome", _outcome(result)),
+        Section("Before and after", _samples(out)),
+        Section("Replay", _commands(result, stages)),
+    ]
+    title = f"Capstone, seed {result['seed']}: base, SFT, DPO, GRPO"
+    return write_html(out / "capstone.html", runs, title, extra, mode="stages", names=names)
+
+
+def _outcome(result: Mapping[str, Any]) -> list[Block]:
+    blocks = []
+    for suite, what in zip(SUITES, ("Held-out suite", "Shifted suite: three-digit numbers, other words"), strict=True):
+        part = result["suites"][suite]
+        head = ("stage", "accuracy [95% interval]", "prompts", "cut", "unreadable", "tokens")
+        lines = [
+            (
+                name,
+                _score(line),
+                line["prompts"],
+                f"{100 * line['truncated']:.1f}%",
+                f"{100 * (line['unreadable'] or 0):.1f}%",
+                f"{line['completion_tokens']:.1f}",
+            )
+            for name, line in part["results"].items()
+        ]
+        blocks += [heading(what, "exact format and right result, greedy"), table(head, lines)]
+        pairs = [
+            (f"{c['a']} against {c['b']}", c["sentence"], f"{c['p_holm']:.2g}", c["test"]) for c in part["comparisons"]
+        ]
+        blocks.append(table(("paired", "difference", "p (Holm)", "test"), pairs))
+    return blocks
+
+
+def _samples(out: Path) -> list[Block]:
+    """The same prompts under the base model and under the last."""
+    folder = out / "evals" / "held_out" / "rollouts"
+    last, *_, base = sorted(folder.iterdir(), key=lambda path: int(path.stem))
+    before = {g.prompt.id: g for g in read_table(base).groups}
+    rows = []
+    for group in read_table(last).groups[:SHOWN]:
+        first = before[group.prompt.id].rollouts[0]
+        rows.append((str(group.prompt.row["prompt"]), first.completion.text, group.rollouts[0].completion.text))
+    return [heading("Completions of held-out prompts"), table(("prompt", "base", "after GRPO"), rows, wide=True)]
+
+
+def _commands(result: Mapping[str, Any], stages: Sequence[Stage]) -> list[Block]:
+    blocks = [text("Every stage can be derived again from its record, and the whole from its seed:")]
+    blocks += [command(f"tinyllm replay {stage.folder}") for stage in stages]
+    return [*blocks, command(f"tinyllm capstone --seed {result['seed']} --out NEW_FOLDER")]

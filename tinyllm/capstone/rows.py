@@ -1,0 +1,92 @@
+"""The rows of the capstone: sums and differences of two-digit numbers, answered in an exact format.
+
+Every prompt of the held-out suite, and the same numbers the other way round, is kept out of every stage's rows.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinyllm.config import ArithmeticConfig
+from tinyllm.files import write_atomic
+from tinyllm.tasks import arithmetic
+
+SYSTEM_PROMPT = "Think, then give the result as <answer>number</answer>."
+VERIFIER = "arithmetic:rule=exact_format"
+"""The whole completion is <think>..</think><answer>..</answer>, and the answer is right."""
+HELD_OUT = 500
+SHIFTED_WORDS = {"+": "How much is {a} plus {b}?", "-": "Take {b} away from {a}. What is left?"}
+"""Other words than those of training."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Files of rows, in one folder."""
+
+    folder: Path
+
+    @property
+    def examples(self) -> Path:
+        """Worked examples for SFT."""
+        return self.folder / "examples.jsonl"
+
+    @property
+    def prompts(self) -> Path:
+        """Prompts for DPO and GRPO."""
+        return self.folder / "prompts.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        return self.folder / "held_out.jsonl"
+
+    @property
+    def shifted(self) -> Path:
+        """Three-digit numbers, in other words."""
+        return self.folder / "shifted.jsonl"
+
+
+def write_rows(folder: Path, seed: int, examples: int, prompts: int, shifted: int) -> Rows:
+    """Write the four files. The suites are the same for every seed; what is trained on is drawn by it."""
+    two_digits = ArithmeticConfig(operators=("+", "-"), operands=(10, 99), held_out=HELD_OUT)
+    train, held_out = arithmetic.generate(two_digits)
+    random.Random(seed).shuffle(train)
+    rows = Rows(folder)
+    _write(rows.examples, [{**row, "completion": worked(row["prompt"])} for row in train[:examples]])
+    _write(rows.prompts, train[examples : examples + prompts])
+    _write(rows.held_out, held_out)
+    _write(rows.shifted, shifted_rows(shifted))
+    return rows
+
+
+def worked(prompt: str) -> str:
+    """The worked answer to "What is 47 + 36?": the tens are added, the ones left to add, then the result: 77+6, 83."""
+    a, operator, b = prompt.removeprefix("What is ").removesuffix("?").split()
+    tens, ones = int(b) // 10 * 10, int(b) % 10
+    sign = 1 if operator == "+" else -1
+    middle = int(a) + sign * tens
+    return f"<think>{middle}{operator}{ones}</think><answer>{middle + sign * ones}</answer>"
+
+
+def shifted_rows(count: int) -> list[dict[str, Any]]:
+    """Three-digit numbers in other words; the same rows every time."""
+    generator = random.Random("shifted")
+    rows: dict[str, dict[str, Any]] = {}
+    while len(rows) < count:
+        a, b = generator.randint(100, 999), generator.randint(100, 999)
+        operator = generator.choice("+-")
+        if operator == "-" and a - b < 0:
+            a, b = b, a
+        answer = a + b if operator == "+" else a - b
+        prompt = SHIFTED_WORDS[operator].format(a=a, b=b)
+        if answer != b:
+            rows[prompt] = {"prompt": prompt, "answer": str(answer)}
+    return list(rows.values())
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())

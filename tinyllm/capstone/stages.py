@@ -1,0 +1,148 @@
+"""The stages of the capstone: which runs, with which settings, and running them. A stage that is done is not done again.
+
+    base -> 1-sft   worked examples
+         -> 2-pairs the SFT model samples (a GRPO run at learning rate 0); its rollouts make the pairs
+         -> 3-dpo   better against worse completions
+         -> 4-grpo  verifiable reward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinyllm.callbacks import Callback
+from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, Rows
+from tinyllm.config import Config, DPOConfig, GRPOConfig, SFTConfig
+from tinyllm.configio import make_config
+from tinyllm.post.run import resume, train
+from tinyllm.rundir import MANIFEST, RunDir
+
+MAX_NEW_TOKENS = 28
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything. The defaults take less than 20 minutes on two cores."""
+
+    model: str = "smollm2-135m-instruct"
+    seed: int = 0
+    threads: int | None = None
+    examples: int = 400
+    prompts: int = 4000
+    shifted: int = 200
+    epochs: float = 2.0
+    sft_lr: float = 5e-5
+    pair_steps: int = 6
+    dpo_lr: float = 2e-6
+    grpo_steps: int = 24
+    grpo_lr: float = 1e-5
+    prompts_per_step: int = 16
+    group_size: int = 8
+    monitored: int = 100
+    """Held-out prompts for the curves of training; the evaluation uses all."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run."""
+
+    name: str
+    config: Config
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run trained its last step and saved its model."""
+        if not (self.folder / MANIFEST).exists() or not self.model.is_dir():
+            return False
+        run = RunDir.read(self.folder)
+        return bool(run.metrics("train")) and run.metrics("train")[-1]["step"] == run.config.train.steps
+
+
+def stages(plan: Plan, rows: Rows, out: Path) -> list[Stage]:
+    """The runs, in order; each starts from the model of one before it."""
+    sft, pairs, dpo, grpo = (out / name for name in ("1-sft", "2-pairs", "3-dpo", "4-grpo"))
+    run = {"threads": plan.threads, "checkpoint_every": 1000}
+    given: dict[str, Any] = {"seed": plan.seed, "eval": {"every": 10, "prompts": plan.monitored}}
+    sampled: dict[str, Any] = {
+        **given,
+        "data": {"file": str(rows.prompts), "held_out": str(rows.held_out), "system_prompt": SYSTEM_PROMPT},
+        "reward": {"functions": (VERIFIER,)},
+        "sampling": {"max_new_tokens": MAX_NEW_TOKENS, "group_size": plan.group_size},
+    }
+    batch = {"prompts_per_step": plan.prompts_per_step}
+    return [
+        Stage(
+            "1-sft",
+            make_config(
+                SFTConfig(),
+                **given,
+                model=plan.model,
+                data={"file": str(rows.examples), "system_prompt": SYSTEM_PROMPT},
+                optimizer={"lr": plan.sft_lr},
+                train={"epochs": plan.epochs},
+                run={**run, "dir": str(sft)},
+            ),
+            sft,
+        ),
+        Stage(
+            "2-pairs",
+            make_config(
+                GRPOConfig(),
+                **{**sampled, "eval": {"every": 0, "prompts": 1}},
+                model=str(sft / "model"),
+                optimizer={"lr": 0.0},
+                train={**batch, "steps": plan.pair_steps},
+                run={**run, "dir": str(pairs)},
+            ),
+            pairs,
+        ),
+        Stage(
+            "3-dpo",
+            make_config(
+                DPOConfig(),
+                **given,
+                model=str(sft / "model"),
+                data={"from_run": str(pairs)},
+                optimizer={"lr": plan.dpo_lr},
+                train={"batch_size": 8},
+                run={**run, "dir": str(dpo)},
+            ),
+            dpo,
+        ),
+        Stage(
+            "4-grpo",
+            make_config(
+                GRPOConfig(),
+                **{**sampled, "seed": plan.seed + 1},
+                model=str(dpo / "model"),
+                optimizer={"lr": plan.grpo_lr},
+                train={**batch, "steps": plan.grpo_steps},
+                run={**run, "dir": str(grpo)},
+            ),
+            grpo,
+        ),
+    ]
+
+
+def run_stages(
+    all_stages: Sequence[Stage], callbacks: Callable[[], Sequence[Callback]], say: Callable[[str], None]
+) -> None:
+    """Run what is not finished, in order. Raises the errors of the runs."""
+    for number, stage in enumerate(all_stages, 1):
+        title = f"stage {number} of {len(all_stages)}: {stage.name}"
+        if stage.finished:
+            say(f"{title} is done already")
+            continue
+        say(title)
+        if (stage.folder / MANIFEST).exists():
+            resume(stage.folder, callbacks=callbacks())
+        else:
+            train(stage.config, callbacks=callbacks())
