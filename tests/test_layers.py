@@ -26,8 +26,9 @@ LAYERS = """
     engine
     post
     cluster
-    evaluate progress trackers score
+    progress trackers score
     rundiff runview doctor clitext
+    evals
     cli
     __main__
 """

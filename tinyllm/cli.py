@@ -307,11 +307,22 @@ def _probe(words: Sequence[str]) -> int:
     return probe_main(words)
 
 
+def _eval(words: Sequence[str]) -> int:
+    from tinyllm.evals.command import main as evaluate
+
+    return evaluate(words)
+
+
 COMMANDS = {
     "grpo": Command(
         "Train a model with Group Relative Policy Optimization on a verifiable reward.",
         "tinyllm grpo --data rows.jsonl --reward rewards.py:score --steps 100",
         _grpo,
+    ),
+    "eval": Command(
+        "Evaluate models on a frozen suite: accuracy with intervals, paired comparisons.",
+        "tinyllm eval smollm2-135m-instruct RUN --task arithmetic",
+        _eval,
     ),
     "models": Command("List the models that come with tinyllm.", "tinyllm models", _models),
     "tasks": Command("List the tasks and data recipes.", "tinyllm tasks", _tasks),

@@ -188,7 +188,7 @@ class Parts:
                 else hash_json(self.tokenizer.get_vocab()),
                 "chat_template": hash_bytes(template.encode()) if isinstance(template, str) else None,
                 "data": self.data.hash,
-                "verifier": _verifier_hash(self.verify.parts),
+                "verifier": verifier_hash(self.verify.parts),
             },
             probe={name: {"holds": holds, "tried": detail} for name, (holds, detail, _) in self.probe.items()},
             facts={
@@ -382,7 +382,7 @@ def _importable_name(function: Any) -> str:
     return f"{module}:{name}"
 
 
-def _verifier_hash(parts: Sequence[Any]) -> str:
+def verifier_hash(parts: Sequence[Any]) -> str:
     """Hash of what judges: settings and weights, tinyllm's verifier code, and the source of reward functions."""
     code = {p.name: hash_file(p) for p in sorted(Path(rewards.__file__).parent.glob("*.py"))}
     described = []
