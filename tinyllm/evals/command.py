@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,21 @@ def main(words: Sequence[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(help_text())
         return 0
-    names, config, plan_only = parse(words)
+    names, given, plan_only = parse(words)
     from tinyllm.evals.view import console, show, show_plan
     from tinyllm.progress import ReplayProgress
 
     if plan_only:
         from tinyllm.evals.suite import plan
 
-        show_plan(plan(config), console())
+        show_plan(plan(overlay(SuiteConfig(), given)), console())
         return 0
     display = ReplayProgress()
     display.on_phase("starting")
     try:
         from tinyllm.evals.run import evaluate
 
-        result = evaluate(names, config, on_phase=display.on_phase)
+        result = evaluate(names, given, on_phase=display.on_phase)
     finally:
         display.close()
     show(result.report, console())
@@ -52,9 +51,11 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def parse(words: Sequence[str]) -> tuple[list[str], SuiteConfig, bool]:
-    """(models, suite, whether only to plan). Raises ConfigError."""
-    names, rest, given_tasks = [], [], []
+def parse(words: Sequence[str]) -> tuple[list[str], dict[str, Any], bool]:
+    """(models, options by dotted name, whether only to plan). Raises ConfigError."""
+    names: list[str] = []
+    rest: list[str] = []
+    given_tasks: list[str] = []
     plan_only = False
     queue = list(words)
     while queue:
@@ -87,25 +88,7 @@ def parse(words: Sequence[str]) -> tuple[list[str], SuiteConfig, bool]:
         raise ConfigError("--plan needs a suite: --task NAME, or --data FILE --verifier SPEC")
     if not plan_only and not names:
         raise ConfigError("no model to evaluate; name one, as in: tinyllm eval smollm2-135m-instruct --task arithmetic")
-    return names, config, plan_only
-
-
-def make_suite(**given: Any) -> SuiteConfig:
-    """The suite of Python keywords: any option by its name on the command line, `data` as a file or a dataset."""
-    config: Any = SuiteConfig()
-    flat: dict[str, Any] = {}
-    for name, value in given.items():
-        if is_dataclass(value) and hasattr(config, name):
-            flat |= {f"{name}.{key}": value_of(value, key) for key in options(type(value))}
-        elif name == "data" and not isinstance(value, Mapping):
-            flat |= shortcut("data", value)
-        elif name in ("reward", "verifier") and not isinstance(value, Mapping):
-            flat |= shortcut("reward", value)
-        elif name == "task" and isinstance(value, str):
-            flat["task"] = tuple(value.split(","))
-        else:
-            flat |= flatten({name: value}, SuiteConfig, loose=True)
-    return overlay(config, flat)
+    return names, flat, plan_only
 
 
 def evaluate(
@@ -117,13 +100,27 @@ def evaluate(
     if isinstance(reward, str):
         given["reward"], reward = reward, None
     names = [models] if isinstance(models, str | Path) else list(models)
-    return run.evaluate([str(name) for name in names], make_suite(**given), reward=reward)
+    return run.evaluate([str(name) for name in names], flat_options(given), reward=reward)
+
+
+def flat_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Python keywords as dotted name -> value: any option by its name, or a section; `data` is a file or a dataset."""
+    flat: dict[str, Any] = {}
+    for name, value in given.items():
+        if name == "task":
+            flat[name] = tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+        elif name in ("data", "reward", "verifier") and not isinstance(value, Mapping):
+            flat |= shortcut(_RENAMED.get(name, name), value)
+        else:
+            flat |= flatten({name: value}, SuiteConfig, loose=True)
+    return flat
 
 
 def help_text() -> str:
     """Every option with its default and meaning, section by section."""
     lines = ["Evaluate models on a frozen suite: accuracy with intervals, and paired comparisons.", USAGE]
-    section, rows = None, []
+    section: str | None = None
+    rows: list[tuple[str, ...]] = []
     for name, option in options(SuiteConfig).items():
         part, _, leaf = name.rpartition(".")
         if part != section:

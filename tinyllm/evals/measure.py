@@ -1,7 +1,7 @@
 """From judged completions to numbers: one model on one task, and two models on the same prompts. Pure; no model.
 
-Legend: n prompts, k samples of each. A completion that failed (the sampler or the verifier did) has no score: it is left
-out of every mean, counted, and bounded (`if_failed`).
+Legend: n prompts, k samples of each. A completion that failed (the sampler or the verifier did) has no score: it is
+left out of every mean, counted, and bounded (`if_failed`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Answers:
 
 
 def score(verdict: Verdict) -> float | None:
-    """1 or 0 where the verdict has the part "correct", else its reward, which must lie in [0, 1]. Raises RewardError."""
+    """1 or 0 where the verdict has the part "correct", else its reward. Raises RewardError for one outside [0, 1]."""
     if verdict.value is None:
         return None
     parts = dict(verdict.parts)

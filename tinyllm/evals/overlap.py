@@ -1,6 +1,6 @@
 """Training prompts that stand in a suite too: the same text, or the same but for a few characters.
 
-    exact   equal after Unicode NFKC, case folding and joining of whitespace
+    exact   equal after Unicode NFKC, case folding and joining of whitespace (none before ? ! . , ; :)
     near    the same numbers in the same order, and J >= 0.8, where J = |A & B| / |A | B| of the sets of 5-character
             pieces of the two texts, numbers written as 0, without the pieces that over half of the suite's prompts have
 
@@ -16,13 +16,14 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 THRESHOLD = 0.8
 PIECE = 5
 _TEMPLATE_FROM = 20
 """Suites with fewer prompts have no template to speak of."""
+_BEFORE_MARK = re.compile(r" (?=[?!.,;:])")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
@@ -46,14 +47,6 @@ class _Read:
     pieces: frozenset[str]
 
 
-@dataclass
-class _Bucket:
-    """The suite's prompts with the same numbers; piece -> which of them have it."""
-
-    members: list[int] = field(default_factory=list)
-    having: dict[str, list[int]] = field(default_factory=dict)
-
-
 def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """A prompt as one text: the user's messages of a chat."""
     if isinstance(prompt, str):
@@ -72,13 +65,12 @@ def find_overlap(suite: Sequence[str], train: Iterable[str]) -> list[Match]:
     template = _template(plain)
     read = [_Read(one.text, one.numbers, one.pieces - template) for one in plain]
     exact: dict[str, list[int]] = {}
-    buckets: dict[tuple[str, ...], _Bucket] = {}
+    buckets: dict[tuple[str, ...], dict[str, list[int]]] = {}  # numbers -> piece -> which prompts have it
     for index, one in enumerate(read):
         exact.setdefault(one.text, []).append(index)
-        bucket = buckets.setdefault(one.numbers, _Bucket())
-        bucket.members.append(index)
+        having = buckets.setdefault(one.numbers, {})
         for piece in one.pieces:
-            bucket.having.setdefault(piece, []).append(index)
+            having.setdefault(piece, []).append(index)
     best: dict[int, Match] = {}
     for text in train:
         normal = normalised(text)
@@ -94,8 +86,8 @@ def find_overlap(suite: Sequence[str], train: Iterable[str]) -> list[Match]:
 
 
 def normalised(text: str) -> str:
-    """NFKC, case folded, whitespace joined."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    """NFKC, case folded, whitespace joined, and none before a mark."""
+    return _BEFORE_MARK.sub("", " ".join(unicodedata.normalize("NFKC", text).casefold().split()))
 
 
 def _read(text: str) -> _Read:
@@ -115,13 +107,13 @@ def _template(suite: Sequence[_Read]) -> frozenset[str]:
     return frozenset(piece for piece, count in counts.items() if count > len(suite) / 2)
 
 
-def _near(bucket: _Bucket, read: Sequence[_Read], pieces: frozenset[str]) -> Iterable[tuple[int, float]]:
-    """Members at least THRESHOLD similar. J >= t needs |A & B| >= t |A|, whatever B."""
-    if not pieces:  # nothing but the template: the numbers alone tell prompts apart
-        return [(index, 1.0) for index in bucket.members if not read[index].pieces]
-    known = pieces & bucket.having.keys()
-    if len(known) < math.ceil(THRESHOLD * len(pieces)):
+def _near(
+    having: Mapping[str, list[int]], read: Sequence[_Read], pieces: frozenset[str]
+) -> Iterable[tuple[int, float]]:
+    """Prompts at least THRESHOLD similar. J >= t needs |A & B| >= t |A|, whatever B."""
+    known = pieces & having.keys()
+    if not pieces or len(known) < math.ceil(THRESHOLD * len(pieces)):
         return []
-    shared = Counter(index for piece in known for index in bucket.having[piece])
+    shared = Counter(index for piece in known for index in having[piece])
     found = ((i, count / (len(pieces) + len(read[i].pieces) - count)) for i, count in shared.items())
     return [(index, similarity) for index, similarity in found if similarity >= THRESHOLD]

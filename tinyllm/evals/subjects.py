@@ -46,7 +46,7 @@ def find_subject(word: str) -> Subject:
         return _part_of_run(word, RunDir.read(folder), part)
     if (Path(word) / MANIFEST).exists():
         return _part_of_run(word, RunDir.read(word), "model")
-    if at and part.isdecimal() or part == "best":
+    if at and (part.isdecimal() or part == "best"):
         raise RunError(f"{folder}: no run here ({MANIFEST} is missing); see: tinyllm runs")
     models.resolve(word)
     return Subject(word, word)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -34,6 +34,8 @@ def show(report: Report, out: Console) -> None:
     samples = "1 sample" if answer["samples"] == 1 else f"{answer['samples']} samples"
     _say(out, f"suite {report['suite']['hash'][:12]}: {counts}; {samples} each, {how}, seed {answer['seed']}")
     out.print(results_table(report, out.width))
+    if (more := samples_table(report, out.width)) is not None:
+        out.print(more)
     for line in comparison_lines(report):
         _say(out, line)
     for line in overlap_lines(report["overlap"]):
@@ -47,34 +49,50 @@ def _say(out: Console, line: str) -> None:
 
 
 def results_table(report: Report, width: int) -> Table:
-    """One row per task and model: score with interval, pass@k, maj@k, and the shares that are not ability."""
-    ks = list(dict.fromkeys(k for line in report["results"] for k in line["pass"]))
-    k = ks[-1:]  # the table has room for all samples; eval.json has the rest
-    votes = any(line["majority"] for line in report["results"])
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    several = len(report["suite"]["tasks"]) > 1
-    if several:
-        table.add_column("task", no_wrap=True)
-    table.add_column("model", no_wrap=True)
+    """One row per task and model: score with its interval, prompts, and the shares that are not ability."""
     measures = {line["measure"] for line in report["results"]}
-    for name in (
-        f"{'score' if len(measures) > 1 else measures.pop()} [95%]",
-        *(f"pass@{x} [95%]" for x in k),
-        *(f"maj@{x} [95%]" for x in k if votes),
-    ):
+    names = (f"{'score' if len(measures) > 1 else measures.pop()} [95%]",)
+    shares = ("truncated", "unreadable", "failed")
+    table, room = _table(report, width, names, ("prompts", *shares))
+    for lead, line in _leads(report, room):
+        cells = [str(line["prompts"]), *(percent(line[name]) for name in shares)]
+        table.add_row(*lead, estimate(line["score"]), *cells)
+    return table
+
+
+def samples_table(report: Report, width: int) -> Table | None:
+    """pass@k and maj@k for k = all samples (eval.json has the k between); None for single samples."""
+    ks = list(dict.fromkeys(k for line in report["results"] for k in line["pass"]))
+    if not ks:
+        return None
+    votes = [f"maj@{ks[-1]} [95%]"] if any(line["majority"] for line in report["results"]) else []
+    table, room = _table(report, width, (f"pass@{ks[-1]} [95%]", *votes), ())
+    for lead, line in _leads(report, room):
+        cells = [estimate(line["pass"].get(ks[-1])), estimate(line["majority"].get(ks[-1]))]
+        table.add_row(*lead, *cells[: 1 + len(votes)])
+    return table
+
+
+def _table(report: Report, width: int, left: Sequence[str], right: Sequence[str]) -> tuple[Table, int]:
+    """An empty table of these columns, and the room it leaves for the name of a task or model."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    leads = ("task", "model") if len(report["suite"]["tasks"]) > 1 else ("model",)
+    for name in (*leads, *left):
         table.add_column(name, no_wrap=True)
-    for name in ("prompts", "truncated", "unreadable", "failed"):
-        table.add_column(name, justify="right")
-    room = max(16, (width - 62) // (2 if several else 1) - 24 * len(k) * (1 + votes))
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table, max(10, (width - 23 * len(left) - sum(len(name) + 2 for name in right)) // len(leads) - 2)
+
+
+def _leads(report: Report, room: int) -> Iterator[tuple[list[Text], Report]]:
+    """The first cells of each row; a task is named once."""
     last = None
     for line in report["results"]:
-        cells = [estimate(line["score"])]
-        cells += [estimate(line["pass"].get(x)) for x in k] + [estimate(line["majority"].get(x)) for x in k if votes]
-        cells += [str(line["prompts"]), *(percent(line[name]) for name in ("truncated", "unreadable", "failed"))]
-        lead = [Text(shorten(line["task"], room) if line["task"] != last else "")] if several else []
-        table.add_row(*lead, Text(shorten(line["model"], room)), *cells)
+        lead = [Text(shorten(line["model"], room))]
+        if len(report["suite"]["tasks"]) > 1:
+            lead.insert(0, Text(shorten(line["task"], room) if line["task"] != last else ""))
         last = line["task"]
-    return table
+        yield lead, line
 
 
 def comparison_lines(report: Report) -> list[str]:
@@ -99,8 +117,8 @@ def overlap_lines(overlap: Report) -> list[str]:
         return [f"overlap with training prompts: none ({known})"]
     kinds = [match["kind"] for match in found]
     lines = [
-        f"overlap with training prompts: {kinds.count('exact')} exact and {kinds.count('near')} near duplicates left out "
-        f"of the suite ({known})"
+        f"overlap with training prompts: {kinds.count('exact')} exact and {kinds.count('near')} near duplicates "
+        f"left out of the suite ({known})"
     ]
     for match in found[:SHOWN_MATCHES]:
         lines.append(f"  {match['kind']:5}  {clip(match['prompt'], 50)}  =  {clip(match['train_prompt'], 50)}")
@@ -128,7 +146,7 @@ def show_plan(rows: Sequence[Report], out: Console) -> None:
             shown = f"{100 * difference:.1f} points" if difference <= share else "none"
             table.add_row(f"  {100 * share:.0f}% of prompts", shown, need)
         out.print(table)
-    _say(out, "Checkpoints of one run often differ on 10 to 20% of prompts, unrelated models on 30 to 50%.")
+    _say(out, "The share on which two models differ is seen in their first comparison: (wins + losses) / prompts.")
 
 
 def estimate(found: Mapping[str, float] | None) -> str:
@@ -206,9 +224,9 @@ def _point(axis: Any, y: float, line: Report, color: str) -> None:
             f"pass@{k}", (found["value"], y), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8
         )
     text = f"{score['value']:.3f}"
-    lost = (line["truncated"] or 0) + (line["unreadable"] or 0) + line["failed"]
+    lost = line["truncated"] + (line["unreadable"] or 0.0)
     if lost >= 0.005:
-        text += f"   ({100 * lost:.0f}% without an answer)"
+        text += f"   ({100 * lost:.0f}% cut or unreadable)"
     axis.annotate(
         text, (1.0, y), xytext=(8, 0), textcoords="offset points", va="center", color=INK, annotation_clip=False
     )
