@@ -110,10 +110,20 @@ def _template(suite: Sequence[_Read]) -> frozenset[str]:
 def _near(
     having: Mapping[str, list[int]], read: Sequence[_Read], pieces: frozenset[str]
 ) -> Iterable[tuple[int, float]]:
-    """Prompts at least THRESHOLD similar. J >= t needs |A & B| >= t |A|, whatever B."""
-    known = pieces & having.keys()
-    if not pieces or len(known) < math.ceil(THRESHOLD * len(pieces)):
+    """Prompts at least THRESHOLD similar.
+
+    J >= t needs |A & B| >= t |A|, so of any |A| - t |A| + 1 pieces of A one is in B: the rarest give few candidates.
+    Source: Chaudhuri, Ganti, Kaushik (2006), prefix filter.
+    """
+    needed = math.ceil(THRESHOLD * len(pieces))
+    if not pieces or len(pieces & having.keys()) < needed:
         return []
-    shared = Counter(index for piece in known for index in having[piece])
-    found = ((i, count / (len(pieces) + len(read[i].pieces) - count)) for i, count in shared.items())
-    return [(index, similarity) for index, similarity in found if similarity >= THRESHOLD]
+    rarest = sorted(pieces, key=lambda piece: len(having.get(piece, ())))[: len(pieces) - needed + 1]
+    candidates = {index for piece in rarest for index in having.get(piece, ())}
+    found = []
+    for index in candidates:
+        shared = len(pieces & read[index].pieces)
+        similarity = shared / (len(pieces) + len(read[index].pieces) - shared)
+        if similarity >= THRESHOLD:
+            found.append((index, similarity))
+    return found
