@@ -11,6 +11,7 @@ as Lee et al., arXiv:2107.06499, do; no n-gram finds a paraphrase.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import unicodedata
@@ -112,16 +113,17 @@ def _near(
 ) -> Iterable[tuple[int, float]]:
     """Prompts at least THRESHOLD similar.
 
-    J >= t needs |A & B| >= t |A|, so of any |A| - t |A| + 1 pieces of A one is in B: the rarest give few candidates.
-    Source: Chaudhuri, Ganti, Kaushik (2006), prefix filter.
+    J >= t needs |A & B| >= t |A|, so of any |A| - t |A| + 1 + m pieces of A, m + 1 are in B: counted over the rarest
+    ones, that leaves few candidates. Source: Chaudhuri, Ganti, Kaushik (2006), prefix filter.
     """
     needed = math.ceil(THRESHOLD * len(pieces))
+    more = needed // 4
     if not pieces or len(pieces & having.keys()) < needed:
         return []
-    rarest = sorted(pieces, key=lambda piece: len(having.get(piece, ())))[: len(pieces) - needed + 1]
-    candidates = {index for piece in rarest for index in having.get(piece, ())}
+    rarest = sorted(pieces, key=lambda piece: len(having.get(piece, ())))[: len(pieces) - needed + 1 + more]
+    counts = Counter(itertools.chain.from_iterable(having.get(piece, ()) for piece in rarest))
     found = []
-    for index in candidates:
+    for index in (index for index, count in counts.items() if count > more):
         shared = len(pieces & read[index].pieces)
         similarity = shared / (len(pieces) + len(read[index].pieces) - shared)
         if similarity >= THRESHOLD:
