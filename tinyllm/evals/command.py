@@ -70,7 +70,7 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, Any], bool]:
             continue
         name, equals, value = word.partition("=")
         if not equals:
-            if not queue or queue[0].startswith("--"):
+            if not queue or queue[0].startswith("--") or queue[0] == "-o":
                 raise ConfigError(f"{word} needs a value; see: tinyllm eval --help")
             value = queue.pop(0)
         if name == "--task":
