@@ -407,6 +407,10 @@ class Answering(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
+class Serving(ThreadingHTTPServer):
+    request_queue_size = 64
+
+
 def text_of(body):
     return body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
 
@@ -420,7 +424,7 @@ def summed(body, count=None, reason="stop"):
 
 @contextmanager
 def serving(script=lambda number, body: (200, summed(body)), models=("m",)):
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    httpd = Serving(("127.0.0.1", 0), Answering)
     httpd.script, httpd.models, httpd.asked, httpd.lock = script, models, [], threading.Lock()
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

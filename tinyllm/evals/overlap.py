@@ -17,7 +17,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 THRESHOLD = 0.8
@@ -59,31 +59,50 @@ def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 def find_overlap(suite: Sequence[str], train: Iterable[str]) -> list[Match]:
     """The suite's prompts that are among the training prompts, in order; each with its most similar one.
 
-    100,000 training prompts against 1,000 take seconds: a training prompt is compared only with prompts that have its
-    numbers, and only if enough of its pieces are theirs.
+    J >= t needs |A & B| >= t |B|, so of any |B| - t |B| + 1 + m pieces of B, m + 1 are in A. Counted over the rarest
+    pieces of each prompt of the suite, that leaves few candidates, so 100,000 training prompts against 1,000 take
+    seconds to a minute. Source: Chaudhuri, Ganti, Kaushik (2006), prefix filter.
     """
     plain = [_read(text) for text in suite]
-    template = _template(plain)
-    read = [_Read(one.text, one.numbers, one.pieces - template) for one in plain]
+    frequency = Counter(piece for one in plain for piece in one.pieces)
+    template: frozenset[str] = frozenset()
+    if len(suite) >= _TEMPLATE_FROM:
+        template = frozenset(piece for piece, count in frequency.items() if count > len(suite) / 2)
+    read = [replace(one, pieces=one.pieces - template) for one in plain]
+    more = [len(one.pieces) // 5 for one in read]  # m, the larger the fewer candidates
+    least = min(more, default=0)
     exact: dict[str, list[int]] = {}
-    buckets: dict[tuple[str, ...], dict[str, list[int]]] = {}  # numbers -> piece -> which prompts have it
+    keys: dict[tuple[str, ...], dict[str, list[int]]] = {}  # numbers -> rare piece -> the prompts it is a key of
     for index, one in enumerate(read):
         exact.setdefault(one.text, []).append(index)
-        having = buckets.setdefault(one.numbers, {})
-        for piece in one.pieces:
-            having.setdefault(piece, []).append(index)
+        of_numbers = keys.setdefault(one.numbers, {})
+        needed = math.ceil(THRESHOLD * len(one.pieces))
+        rarest = sorted(one.pieces, key=lambda piece: (frequency[piece], piece))
+        for piece in rarest[: len(rarest) - needed + 1 + more[index]]:
+            of_numbers.setdefault(piece, []).append(index)
     best: dict[int, Match] = {}
     for text in train:
         normal = normalised(text)
         for index in exact.get(normal, ()):
             if index not in best or best[index].kind != "exact":
                 best[index] = Match(index, "exact", 1.0, text)
-        numbers = tuple(_NUMBER.findall(normal))
-        if numbers in buckets:
-            for index, similarity in _near(buckets[numbers], read, _pieces(normal) - template):
-                if index not in best or best[index].similarity < similarity:
-                    best[index] = Match(index, "near", similarity, text)
+        having = keys.get(tuple(_NUMBER.findall(normal)))
+        if having is None:
+            continue
+        pieces = _pieces(normal)
+        counts = Counter(itertools.chain.from_iterable(having[piece] for piece in pieces & having.keys()))
+        if max(counts.values(), default=0) <= least:
+            continue
+        for index in [index for index, count in counts.items() if count > more[index]]:
+            similarity = _similarity(pieces - template, read[index].pieces)
+            if similarity >= THRESHOLD and (index not in best or best[index].similarity < similarity):
+                best[index] = Match(index, "near", similarity, text)
     return [best[index] for index in sorted(best)]
+
+
+def _similarity(a: frozenset[str], b: frozenset[str]) -> float:
+    shared = len(a & b)
+    return shared / (len(a) + len(b) - shared)
 
 
 def normalised(text: str) -> str:
@@ -99,33 +118,3 @@ def _read(text: str) -> _Read:
 def _pieces(normal: str) -> frozenset[str]:
     padded = f"  {_NUMBER.sub('0', normal)}  "
     return frozenset(padded[i : i + PIECE] for i in range(max(1, len(padded) - PIECE + 1)))
-
-
-def _template(suite: Sequence[_Read]) -> frozenset[str]:
-    if len(suite) < _TEMPLATE_FROM:
-        return frozenset()
-    counts = Counter(piece for one in suite for piece in one.pieces)
-    return frozenset(piece for piece, count in counts.items() if count > len(suite) / 2)
-
-
-def _near(
-    having: Mapping[str, list[int]], read: Sequence[_Read], pieces: frozenset[str]
-) -> Iterable[tuple[int, float]]:
-    """Prompts at least THRESHOLD similar.
-
-    J >= t needs |A & B| >= t |A|, so of any |A| - t |A| + 1 + m pieces of A, m + 1 are in B: counted over the rarest
-    ones, that leaves few candidates. Source: Chaudhuri, Ganti, Kaushik (2006), prefix filter.
-    """
-    needed = math.ceil(THRESHOLD * len(pieces))
-    more = needed // 4
-    if not pieces or len(pieces & having.keys()) < needed:
-        return []
-    rarest = sorted(pieces, key=lambda piece: len(having.get(piece, ())))[: len(pieces) - needed + 1 + more]
-    counts = Counter(itertools.chain.from_iterable(having.get(piece, ()) for piece in rarest))
-    found = []
-    for index in (index for index, count in counts.items() if count > more):
-        shared = len(pieces & read[index].pieces)
-        similarity = shared / (len(pieces) + len(read[index].pieces) - shared)
-        if similarity >= THRESHOLD:
-            found.append((index, similarity))
-    return found

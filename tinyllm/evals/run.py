@@ -195,7 +195,9 @@ class _Evaluation:
     def run(self) -> tuple[dict[str, Any], list[memoryview]]:
         """(report, the record of every model as Parquet)."""
         record, answers, weights = [], [], {}
-        for subject in self.subjects:
+        for number, subject in enumerate(self.subjects):
+            if number:
+                gc.collect()  # the memory of the model before
             weights[subject.name], by_task = self._sample(subject)
             answers.append([[measure.answers_of(g, self.labels[g.prompt.id]) for g in groups] for groups in by_task])
             names = [
@@ -237,8 +239,6 @@ class _Evaluation:
         if all(reason is not None for reason in reasons):
             raise EngineError(f"{subject.name}: no completion could be scored; the first: {reasons[0]}")
         weights = None if subject.is_server else client.revision.hash
-        del client
-        gc.collect()
         return weights, judged
 
     def _judge(
