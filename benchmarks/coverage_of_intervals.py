@@ -1,6 +1,6 @@
 """How often a 95% interval holds the truth, by simulation: the table in docs/evaluation.md.
 
-    python benchmarks/coverage.py [--draws 2000]
+    python benchmarks/coverage_of_intervals.py [--draws 2000]
 
 Each cell: share of draws whose interval holds the true accuracy, in percent. 95 is promised; the standard error of a
 cell is 100 sqrt(0.95 x 0.05 / draws), 0.5 at 2,000. Seeded: the same draws give the same table.
