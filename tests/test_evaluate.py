@@ -572,6 +572,10 @@ def test_words():
     names, flat, plan_only = parse(["x", "--task", "a,b", "--task=c", "-o", "d", "y", "--samples", "3", "--plan"])
     assert (names, plan_only) == (["x", "y"], True)
     assert flat == {"task": ("a", "b", "c"), "out": "d", "answer.samples": 3}
+    spec = "arithmetic:rule=exact_format,tags=a"
+    _, flat, _ = parse(["x", "--data", "x.jsonl", "--verifier", spec, "--verifier=format"])
+    assert flat["reward.functions"] == (spec, "format") and flat["data.file"] == "x.jsonl"
+    assert flat_options({"verifier": spec}) == {"reward.functions": spec}
     assert flat_options({"data": "x.jsonl", "answer": {"samples": 2}, "task": "a"})["answer.samples"] == 2
 
 

@@ -21,7 +21,6 @@ USAGE = """
 A model is a bundled name, a folder, a hub id, RUN (its final model), RUN@best, RUN@20 (a checkpoint), or
 http://host:port/v1#model (an OpenAI-compatible server; the key is OPENAI_API_KEY).
 The first is compared with each of the others. A section may be left out: --max-new-tokens 64."""
-_RENAMED = {"verifier": "reward", "o": "out"}
 
 
 def main(words: Sequence[str]) -> int:
@@ -56,6 +55,7 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, Any], bool]:
     names: list[str] = []
     rest: list[str] = []
     given_tasks: list[str] = []
+    verifiers: list[str] = []
     plan_only = False
     queue = list(words)
     while queue:
@@ -75,12 +75,16 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, Any], bool]:
             value = queue.pop(0)
         if name == "--task":
             given_tasks += value.split(",")
+        elif name == "--verifier":  # a spec has commas of its own
+            verifiers.append(value)
         else:
-            rest.append(f"--{_RENAMED.get(name[2:], name[2:])}={value}" if name.startswith("--") else name)
+            rest.append(f"{name}={value}" if name.startswith("--") else name)
     try:
         flat = parse_overrides(rest, SuiteConfig)
         if given_tasks:
             flat["task"] = tuple(given_tasks)
+        if verifiers:
+            flat["reward.functions"] = tuple(verifiers)
         config = overlay(SuiteConfig(), flat)
     except ConfigError as error:
         raise ConfigError(str(error).replace("tinyllm grpo --help", "tinyllm eval --help")) from None
@@ -110,7 +114,7 @@ def flat_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if name == "task":
             flat[name] = tuple(value.split(",")) if isinstance(value, str) else tuple(value)
         elif name in ("data", "reward", "verifier") and not isinstance(value, Mapping):
-            flat |= shortcut(_RENAMED.get(name, name), value)
+            flat |= shortcut("data" if name == "data" else "reward", value)
         else:
             flat |= flatten({name: value}, SuiteConfig, loose=True)
     return flat
