@@ -199,3 +199,12 @@ def test_gemm_rate_keeps_the_best(monkeypatch):
     monkeypatch.setattr(common.time, "perf_counter", lambda: next(clock))
     rate.measure(3)
     assert rate.best == 2 * 8**3 / 1.0
+
+
+def test_the_coverage_table_has_every_design(monkeypatch, capsys):
+    """Six designs and two for comparison over eight accuracies, six designs of differences over four gains."""
+    monkeypatch.setattr(sys, "argv", ["coverage.py", "--draws", "3"])
+    importlib.import_module("coverage_of_intervals").main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line]
+    assert [len(row) for row in rows] == [9] * 10 + [5] * 8
+    assert all(0 <= float(cell) <= 100 for row in (*rows[2:10], *rows[12:]) for cell in row[1:])

@@ -26,9 +26,10 @@ LAYERS = """
     engine
     post
     cluster
-    evaluate progress trackers score
+    progress trackers score
     rundiff runview doctor clitext
-    htmlreport
+    htmlreport evals
+    capstone
     cli
     __main__
 """

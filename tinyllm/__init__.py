@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tinyllm.callbacks import Callback, RunResult
     from tinyllm.config import DPOConfig, GRPOConfig, SFTConfig
+    from tinyllm.evals.run import EvalResult
 
 __version__ = "0.1.0"
 
@@ -76,3 +77,18 @@ def resume(
     from tinyllm.progress import show_progress
 
     return run.resume(run_dir, reward=reward, callbacks=[show_progress()] if callbacks is None else callbacks)
+
+
+def evaluate(
+    models: str | Path | Sequence[str | Path], *, reward: str | Callable[..., Any] | None = None, **options: Any
+) -> EvalResult:
+    """Evaluate models on a frozen suite and write the results; `tinyllm eval`, without its table.
+
+    models: bundled names, folders, hub ids, runs, RUN@best, RUN@20, servers. options: any option of `tinyllm eval
+    --help` by its name (task="arithmetic", samples=8, out="folder"); without task or data, a run's held-out prompts.
+    reward: a reward function, or "module:function". The result's `report` is what eval.json holds.
+    Raises the errors of tinyllm.errors.
+    """
+    from tinyllm.evals import command
+
+    return command.evaluate(models, reward, **options)

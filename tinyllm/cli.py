@@ -305,6 +305,20 @@ def _replay_lines(result: Any, given: argparse.Namespace) -> list[str]:
     return [*lines, f"{count} steps, {what}" + (", sampled again too" if given.sample else "")]
 
 
+def _capstone(words: Sequence[str]) -> int:
+    parser = Arguments("capstone")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="where to start (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of rows, order and sampling (default: 0)")
+    parser.add_argument("--out", metavar="DIR", help="folder to write, or to go on with (default: capstones/<time>)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
+    given = parser.parse_args(words)
+    from tinyllm.capstone.command import capstone
+    from tinyllm.capstone.stages import Plan
+
+    capstone(Plan(model=given.model, seed=given.seed, threads=given.threads), given.out)
+    return 0
+
+
 def _score(words: Sequence[str]) -> int:
     from tinyllm.score import main as score
 
@@ -315,6 +329,12 @@ def _probe(words: Sequence[str]) -> int:
     from tinyllm.score import probe_main
 
     return probe_main(words)
+
+
+def _eval(words: Sequence[str]) -> int:
+    from tinyllm.evals.command import main as evaluate
+
+    return evaluate(words)
 
 
 COMMANDS = {
@@ -332,6 +352,16 @@ COMMANDS = {
         "Train a model on pairs of a better and a worse completion (Direct Preference Optimization).",
         "tinyllm dpo --from-run runs/20260101-120000 --model MODEL",
         partial(_train, "dpo"),
+    ),
+    "eval": Command(
+        "Evaluate models on a frozen suite: accuracy with intervals, paired comparisons.",
+        "tinyllm eval smollm2-135m-instruct RUN --task arithmetic",
+        _eval,
+    ),
+    "capstone": Command(
+        "Take the bundled model from base over SFT and DPO to GRPO, evaluate every stage, write one report.",
+        "tinyllm capstone --seed 0",
+        _capstone,
     ),
     "models": Command("List the models that come with tinyllm.", "tinyllm models", _models),
     "tasks": Command("List the tasks and data recipes.", "tinyllm tasks", _tasks),

@@ -136,8 +136,11 @@ def cluster_bootstrap(
 
     values, labels = _checked(scores, clusters)
     sums, sizes = _cluster_sums(values, labels), _cluster_sums(np.ones_like(values), labels)
-    drawn = np.random.default_rng(seed).integers(0, len(sums), (RESAMPLES, len(sums)))
-    low, high = np.quantile(sums[drawn].sum(1) / sizes[drawn].sum(1), [0.5 - level / 2, 0.5 + level / 2])
+    generator, means = np.random.default_rng(seed), []
+    for part in np.array_split(np.arange(RESAMPLES), -(-RESAMPLES * len(sums) // 2_000_000)):
+        drawn = generator.integers(0, len(sums), (len(part), len(sums)))
+        means.append(sums[drawn].sum(1) / sizes[drawn].sum(1))
+    low, high = np.quantile(np.concatenate(means), [0.5 - level / 2, 0.5 + level / 2])
     return float(low), float(high)
 
 

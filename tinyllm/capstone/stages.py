@@ -1,9 +1,9 @@
 """The stages of the capstone: which runs, with which settings, and running them. A stage that is done is not done again.
 
-    base -> 1-sft   worked examples
-         -> 2-pairs the SFT model samples (a GRPO run at learning rate 0); its rollouts make the pairs
-         -> 3-dpo   better against worse completions
-         -> 4-grpo  verifiable reward
+base -> 1-sft   worked examples
+     -> 2-pairs the SFT model samples (a GRPO run at learning rate 0); its rollouts make the pairs
+     -> 3-dpo   better against worse completions
+     -> 4-grpo  verifiable reward
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class GRPOParts(Parts):
         self.engine.publish(revision)
 
     def own_hashes(self) -> dict[str, Any]:
-        return {"verifier": _verifier_hash(self.verify.parts)}
+        return {"verifier": verifier_hash(self.verify.parts)}
 
     def own_facts(self) -> dict[str, Any]:
         return {"stop_token_ids": list(self.params.stop_token_ids), "verifier": self.verify.describe()}
@@ -196,7 +196,7 @@ def _importable_name(function: Any) -> str:
     return f"{module}:{name}"
 
 
-def _verifier_hash(parts: Sequence[Any]) -> str:
+def verifier_hash(parts: Sequence[Any]) -> str:
     """Hash of what judges: settings and weights, tinyllm's verifier code, and the source of reward functions."""
     code = {p.name: hash_file(p) for p in sorted(Path(rewards.__file__).parent.glob("*.py"))}
     described = []

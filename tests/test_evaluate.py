@@ -1,0 +1,645 @@
+"""Evaluation: numbers by hand, tiny models, runs and checkpoints, a real server; bad input is one line."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import tiny
+from rich.console import Console
+
+import tinyllm
+from tinyllm import stats
+from tinyllm.cli import main
+from tinyllm.errors import ConfigError, DataError, EngineError, ModelError, RewardError, RunError
+from tinyllm.evals import measure, server, view
+from tinyllm.evals.command import flat_options, parse
+from tinyllm.evals.config import SuiteConfig
+from tinyllm.evals.measure import Answers
+from tinyllm.evals.suite import plan
+from tinyllm.files import read_json
+from tinyllm.records import Group, Prompt, Rollout, Verdict
+from tinyllm.rollouts import read_table
+from tinyllm.rundir import RunDir
+
+DRAW = view.draw
+TINY = {"dtype": "float32", "device": "cpu", "max_new_tokens": 6, "data.prompt_rule": "raw"}
+
+
+def answers(name, scores, label=None, read=None, failed=0, right=True):
+    read = tuple("1" if s else "0" for s in scores) if read is None else read
+    return Answers(name, name if label is None else label, tuple(map(float, scores)), read, failed, 0, 0, 3, right)
+
+
+def interval(estimate):
+    return estimate["value"], estimate["low"], estimate["high"]
+
+
+# One model
+
+
+def test_single_samples_have_wilsons_interval():
+    line = measure.summarize([answers(str(i), [i < 3]) for i in range(10)], 1)
+    assert interval(line["score"]) == (0.3, *stats.wilson(3, 10))
+    assert line["bootstrap"] is None and line["pass"] == {} and line["if_failed"] is None
+    assert (line["measure"], line["prompts"], line["completions"]) == ("accuracy", 10, 10)
+
+
+def test_several_samples_are_clustered_by_prompt():
+    table = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 0]]
+    line = measure.summarize([answers(str(i), row) for i, row in enumerate(table)], 4)
+    found = stats.accuracy(table)
+    assert interval(line["score"]) == (found.value, found.low, found.high) and found.value == 0.5
+    assert line["bootstrap"] == list(stats.cluster_bootstrap(table))
+    assert list(line["pass"]) == ["2", "4"] == list(line["majority"])
+    # of two samples one right: 1 - C(2,2)/C(4,2), 1 - C(3,2)/C(4,2), 1, 0, 1
+    assert line["pass"]["2"]["value"] == pytest.approx((5 / 6 + 3 / 6 + 1 + 0 + 1) / 5)
+    assert interval(line["pass"]["4"]) == (0.8, *stats.wilson(4, 5))
+    # four votes: a tie counts half, one of four loses
+    assert line["majority"]["4"]["value"] == pytest.approx((0.5 + 0 + 1 + 0 + 1) / 5)
+
+
+def test_a_group_column_joins_prompts():
+    rows = [answers(str(i), [i % 4 < 2], label=i // 2) for i in range(8)]
+    line = measure.summarize(rows, 1)
+    assert interval(line["score"]) == (0.5, *stats.wilson(2, 4)), "the two of a cluster agree: four facts, not eight"
+    assert line["clusters"] == 4 and line["bootstrap"] is not None
+
+
+def test_failed_completions_are_left_out_and_bounded():
+    rows = [answers("a", [1, 1], failed=0), answers("b", [0], failed=1), answers("c", [], failed=2)]
+    line = measure.summarize(rows, 2)
+    assert line["score"]["value"] == pytest.approx(2 / 3) and line["failed"] == 0.5
+    assert line["if_failed"] == [2 / 6, 5 / 6]
+    assert (line["prompts"], line["completions"]) == (2, 3)
+    assert line["pass"]["2"]["value"] == 1.0, "only prompts with two scored samples"
+    nothing = measure.summarize([answers("c", [], failed=2)], 2)
+    assert nothing["score"] is None and nothing["failed"] == 1.0
+
+
+def test_the_powers_of_two_and_all():
+    assert [measure.several(k) for k in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]
+
+
+def test_what_counts_of_a_completion():
+    def rollout(reason, verdict, sample):
+        return Rollout(tiny.completion("p", sample, (2, 0), reason), verdict)
+
+    right, wrong = Verdict(1.0, None, "7", (("correct", 1.0),)), Verdict(0.1, None, "8", (("correct", 0.0),))
+    silent, cut = Verdict(0.0, None, None, (("correct", 0.0),)), Verdict(0.0, None, None, (("correct", 0.0),))
+    failed = Verdict(None, "timed out")
+    group = Group(
+        Prompt("p", (1,), "x"),
+        (
+            rollout("stop", right, 0),
+            rollout("stop", wrong, 1),
+            rollout("stop", silent, 2),
+            rollout("length", cut, 3),
+            rollout("error", failed, 4),
+        ),
+    )
+    found = measure.answers_of(group, "c")
+    assert found == Answers("p", "c", (1.0, 0.0, 0.0, 0.0), ("7", "8", None, None), 1, 1, 1, 10, True)
+    line = measure.summarize([found], 5)
+    assert (line["truncated"], line["unreadable"], line["failed"]) == (0.2, 0.2, 0.2), "each is one of five"
+
+
+def test_a_reward_between_is_a_reward_and_outside_is_refused():
+    assert measure.score(Verdict(0.25)) == 0.25
+    assert measure.score(Verdict(0.7, None, None, (("correct", 0.9), ("format", 1.0)))) == 0.0, "nearly is not right"
+    line = measure.summarize([answers("a", [0.25], right=False), answers("b", [1.0], right=False)], 1)
+    assert line["measure"] == "reward" and line["unreadable"] is None and line["score"]["value"] == 0.625
+    for value in (-0.1, 1.1):
+        with pytest.raises(RewardError, match="from 0 to 1"):
+            measure.score(Verdict(value))
+
+
+# Two models
+
+
+def test_a_paired_comparison_by_hand():
+    """10 wins and 2 losses of 40: McNemar's exact p is 158/4096; the discordance is 0.3."""
+    a = [answers(str(i), [i >= 10]) for i in range(40)]
+    b = [answers(str(i), [i < 10 or i >= 12]) for i in range(40)]
+    comparison, line = measure.compare(a, b, 1)
+    assert (line["wins"], line["losses"], line["prompts"]) == (10, 2, 40)
+    assert line["p"] == pytest.approx(158 / 4096) and line["test"] == "McNemar, exact"
+    assert line["difference"]["value"] == pytest.approx(0.2)
+    assert line["detectable"] == stats.detectable_difference(40, 0.3)
+    (alone,) = measure.adjusted([(comparison, line)], [("A", "B")])
+    assert alone["p_holm"] == line["p"] and alone["sentence"].startswith("B is better by 20.0 points [")
+    two = measure.adjusted([(comparison, line)] * 2, [("A", "B"), ("A", "B")])
+    assert two[0]["p_holm"] == pytest.approx(2 * 158 / 4096)
+    assert two[0]["sentence"].startswith("no difference between A and B shown"), "after the correction"
+
+
+def test_only_prompts_that_both_have_a_score_on_are_paired():
+    a = [answers("x", [1]), answers("y", [0]), answers("z", [], failed=1), answers("only a", [1])]
+    b = [answers("y", [1]), answers("x", [1]), answers("z", [1]), answers("only b", [0])]
+    _, line = measure.compare(a, b, 1)
+    assert (line["prompts"], line["wins"], line["losses"]) == (2, 1, 0)
+    assert measure.compare([answers("x", [1])], [answers("y", [1])], 1) is None
+
+
+def test_samples_and_clusters_are_permuted_by_cluster():
+    a = [answers(str(i), [0, 0]) for i in range(6)]
+    b = [answers(str(i), [1, 1]) for i in range(6)]
+    _, line = measure.compare(a, b, 2)
+    assert line["test"] == "sign-flip permutation" and line["p"] == 2 / 2**6
+    joined = [Answers(**{**row.__dict__, "label": int(row.prompt_id) // 2}) for row in a]
+    _, line = measure.compare(joined, b, 2)
+    assert line["p"] == 2 / 2**3 and line["wins"] == 3
+    ragged = [answers("0", [1], failed=1), *b[1:]]
+    assert measure.compare(a, ragged, 2)[1]["p"] == 2 / 2**6
+
+
+def test_a_change_of_format_is_said():
+    a, b = {"truncated": 0.0, "unreadable": 0.02}, {"truncated": 0.04, "unreadable": 0.3}
+    assert "B has 30% unreadable completions, A 2%" in measure.format_warning(a, b, ("A", "B"))
+    assert "length" in measure.format_warning(a, {"truncated": 0.5, "unreadable": 0.0}, ("A", "B"))
+    assert measure.format_warning(a, {"truncated": 0.0, "unreadable": None}, ("A", "B")) is None
+
+
+# Before compute
+
+
+def test_the_plan_is_that_of_the_statistics():
+    (row,) = plan(SuiteConfig(task=("arithmetic",)))
+    assert row["prompts"] == row["clusters"] == 162
+    share, difference, needed = row["by_discordance"][2]
+    assert share == 0.3 and difference == stats.detectable_difference(162, 0.3)
+    assert needed == stats.prompts_needed(0.05, 0.3)
+
+
+def test_the_plan_from_the_shell(capfd, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"{i}?", "answer": str(i), "text": i // 4}) + "\n" for i in range(40))
+    )
+    line = ["eval", "--plan", "--data", str(rows), "--verifier", "arithmetic", "--clusters", "text"]
+    assert main([*line, "--difference", "0.1", "--samples", "4"]) == 0
+    out = capfd.readouterr().out
+    assert "rows.jsonl: 40 prompts in 10 clusters, 4 samples each" in out and "prompts needed for 10 points" in out
+
+
+# Whole evaluations
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two models and a suite of 24 sums; two of them stand twice, two are among the training rows."""
+    folder = tmp_path_factory.mktemp("eval")
+    tiny.save(tiny.llama(), folder / "a")
+    tiny.save(tiny.llama(1), folder / "b")
+    rows = [{"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3), "kind": i % 5} for i in range(24)]
+    (folder / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[4], rows[5]]))
+    train = [{"prompt": "3+0="}, {"prompt": " 7+1= "}, {"prompt": "99+1="}]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_plot(monkeypatch):
+    """Drawing takes longer than sampling here."""
+    monkeypatch.setattr(view, "draw", lambda report: b"a picture")
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def run(*models, **options):
+    return tinyllm.evaluate(list(models), **{"data": "suite.jsonl", "reward": tiny.many_digits, **TINY, **options})
+
+
+def test_two_models_on_a_suite(here, tmp_path):
+    result = run("a", "b", samples=4, train="train.jsonl", out=tmp_path / "out", seed=3)
+    report = read_json(tmp_path / "out" / "eval.json")
+    assert report == json.loads(json.dumps(result.report))
+    (task,) = report["suite"]["tasks"]
+    assert (task["prompts"], task["overlapping"], task["repeated"]) == (22, 2, 2)
+    assert [(m["kind"], m["prompt"], m["train_prompt"]) for m in report["overlap"]["found"]] == [
+        ("exact", "3+0=", "3+0="),
+        ("exact", "7+1=", " 7+1= "),
+    ]
+    assert report["answer"]["temperature"] == 1.0, "several samples are drawn"
+    for number, line in enumerate(report["results"], 1):
+        table = read_table(tmp_path / "out" / "rollouts" / f"{number}.parquet")
+        assert not table.changed and len(table.groups) == 22
+        assert {g.prompt.text for g in table.groups}.isdisjoint({"3+0=", "7+1="})
+        again = measure.summarize([measure.answers_of(g, g.prompt.id) for g in table.groups], 4)
+        assert json.loads(json.dumps({"task": "suite.jsonl", "model": "ab"[number - 1], **again})) == line
+        assert table.extra[0] == {"task": "suite.jsonl"}
+        assert line["measure"] == "reward" and 0 < line["score"]["value"] < 1
+        assert table.groups[0].rollouts[0].completion.revision.hash == report["models"][number - 1]["weights"]
+    (pair,) = report["comparisons"]
+    assert (pair["a"], pair["b"], pair["prompts"], pair["test"]) == ("a", "b", 22, "sign-flip permutation")
+    assert pair["difference"]["value"] == pytest.approx(
+        report["results"][1]["score"]["value"] - report["results"][0]["score"]["value"]
+    )
+    assert result.plot.read_bytes() == b"a picture"
+
+
+def test_the_same_evaluation_gives_the_same_bytes(here, tmp_path):
+    for name, batch in (("one", 128), ("two", 3)):
+        run("a", "b", samples=2, out=tmp_path / name, max_batch=batch)
+    for file in ("eval.json", "rollouts/1.parquet", "rollouts/2.parquet"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+    other = run("a", samples=2, out=tmp_path / "three", seed=1).report
+    first = read_json(tmp_path / "one" / "eval.json")
+    assert other["suite"]["hash"] == first["suite"]["hash"], "the suite is the prompts and what judges them"
+    assert other["results"][0]["score"] != first["results"][0]["score"]
+
+
+def test_the_hash_of_a_suite_is_of_prompts_and_verifier(here, tmp_path):
+    def hashed(**options):
+        return run("a", **options, out=tmp_path / str(len(list(tmp_path.iterdir())))).report["suite"]["hash"]
+
+    first = hashed(prompts=2)
+    assert first == hashed(prompts=2, max_new_tokens=3)
+    assert len({first, hashed(prompts=3), hashed(prompts=2, reward="arithmetic:rule=last_number")}) == 3
+
+
+def test_one_sample_is_greedy(here, tmp_path):
+    one = run("a", out=tmp_path / "1", seed=1).report
+    two = run("a", out=tmp_path / "2", seed=2).report
+    assert one["answer"]["temperature"] == 0.0 and one["results"] == two["results"]
+    hot = run("a", out=tmp_path / "3", temperature=5.0).report
+    assert hot["answer"]["temperature"] == 5.0 and hot["results"] != one["results"]
+
+
+def test_several_tasks_and_all_of_them(here, tmp_path):
+    options = {**TINY, "data.arithmetic.operands": (1, 30), "prompts": 6}
+    report = tinyllm.evaluate(["a", "b"], task="arithmetic,gym:chain_sum", out=tmp_path / "o", **options).report
+    assert [(line["task"], line["model"], line["prompts"]) for line in report["results"]] == [
+        ("arithmetic", "a", 6),
+        ("arithmetic", "b", 6),
+        ("gym:chain_sum", "a", 6),
+        ("gym:chain_sum", "b", 6),
+        ("all tasks", "a", 12),
+        ("all tasks", "b", 12),
+    ]
+    parts = [line["score"]["value"] for line in report["results"] if line["model"] == "b"]
+    assert parts[2] == pytest.approx((parts[0] + parts[1]) / 2)
+    *tasks, whole = report["comparisons"]
+    assert [pair["task"] for pair in (*tasks, whole)] == ["arithmetic", "gym:chain_sum", "all tasks"]
+    assert [pair["p_holm"] for pair in tasks] == stats.holm([pair["p"] for pair in tasks])
+    assert whole["p_holm"] == whole["p"], "the whole is no further task"
+
+
+def test_prompts_with_one_text_share_a_cluster(here, tmp_path):
+    rows = [{"prompt": f"{i % 6}+1=", "answer": str(i)} for i in range(12)]
+    (tmp_path / "twins.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = run("a", data=tmp_path / "twins.jsonl", out=tmp_path / "o").report
+    assert report["results"][0]["clusters"] == 6 and report["results"][0]["prompts"] == 12
+    report = run("a", clusters="kind", out=tmp_path / "p").report
+    assert report["results"][0]["clusters"] == 5 and report["suite"]["clusters"] == "kind"
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """A run with a model, best weights and checkpoints."""
+    from tinyllm.post.run import grpo
+
+    tiny.write_rows(folder / "rows.jsonl")
+    config = tiny.config(
+        folder / "a",
+        folder / "rows.jsonl",
+        folder / "run",
+        run={"checkpoint_every": 2, "keep_checkpoints": 5, "threads": 1},
+        eval={"every": 1},
+        train={"steps": 4, "prompts_per_step": 4},
+        reward={"functions": ("light_rewards:many_digits",)},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+        grpo(config)
+    return folder / "run"
+
+
+def test_a_run_is_evaluated_as_it_was_in_training(here, trained, tmp_path):
+    result = tinyllm.evaluate([f"{trained}@2", trained], dtype="float32", device="cpu", out=tmp_path / "o")
+    logged = {row["step"]: row["reward_mean"] for row in RunDir.read(trained).metrics("eval")}
+    scores = [line["score"]["value"] for line in result.report["results"]]
+    assert scores == pytest.approx([logged[2], logged[4]], abs=0), "to the last bit, from checkpoint and model"
+    assert [line["prompts"] for line in result.report["results"]] == [3, 3]
+    assert result.report["overlap"]["checked"] == [{"train": str(trained), "prompts": 9}]
+    assert result.report["answer"]["max_new_tokens"] == 6
+    weights = [model["weights"] for model in result.report["models"]]
+    assert weights[0] != weights[1]
+
+
+def test_options_are_laid_over_the_runs_own(here, trained, tmp_path):
+    report = tinyllm.evaluate([trained, "a"], max_new_tokens=24, device="cpu", out=tmp_path / "o").report
+    assert report["answer"]["max_new_tokens"] == 24, "the default of the command, but given"
+    assert report["suite"]["data"]["file"].endswith("rows.jsonl")
+
+
+def test_training_prompts_of_a_run_in_a_suite_are_left_out(here, trained, tmp_path):
+    report = run(trained, "a", out=tmp_path / "o").report
+    rows = {g.prompt.text for g in RunDir.read(trained).read_groups(1)}
+    assert rows <= {match["prompt"] for match in report["overlap"]["found"]}
+    assert len(report["overlap"]["found"]) == 9 and report["suite"]["tasks"][0]["prompts"] == 15
+
+
+def test_training_prompts_that_are_gone_are_a_warning(here, trained, tmp_path, monkeypatch):
+    (here / "rows.jsonl").rename(here / "away.jsonl")
+    try:
+        report = run(trained, out=tmp_path / "o").report
+        assert "rows.jsonl" in report["warnings"][0] and report["overlap"]["checked"] == []
+    finally:
+        (here / "away.jsonl").rename(here / "rows.jsonl")
+
+
+def test_a_checkpoint_of_adapters(here, tmp_path, no_picture):
+    from tinyllm.post.run import grpo
+
+    config = tiny.config(
+        here / "a",
+        here / "suite.jsonl",
+        tmp_path / "lora",
+        lora={"rank": 2},
+        train={"steps": 2},
+        run={"checkpoint_every": 1, "keep_checkpoints": 5, "threads": 1},
+        eval={"every": 1},
+    )
+    grpo(config, reward=tiny.many_digits)
+    report = tinyllm.evaluate(
+        [f"{tmp_path}/lora@1", f"{tmp_path}/lora@2"], reward=tiny.many_digits, device="cpu", out=tmp_path / "o"
+    ).report
+    logged = {row["step"]: row["reward_mean"] for row in RunDir.read(tmp_path / "lora").metrics("eval")}
+    assert [line["score"]["value"] for line in report["results"]] == pytest.approx([logged[1], logged[2]], abs=0)
+
+
+# A server
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Answers "The answer is N" with the sum in the prompt, as the test's script says."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.reply(200, {"data": [{"id": name} for name in self.server.models]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((self.path, body, self.headers.get("Authorization")))
+            number = len(self.server.asked)
+        status, choices = self.server.script(number, body)
+        self.reply(status, {"choices": choices} if status == 200 else {"error": "script says no"})
+
+    def reply(self, status, content):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class Serving(ThreadingHTTPServer):
+    request_queue_size = 64
+
+
+def text_of(body):
+    return body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+
+
+def summed(body, count=None, reason="stop"):
+    left, right = text_of(body).rstrip("=").split("+")
+    text = f"The answer is {int(left) + int(right)}"
+    wrapped = {"text": text} if "prompt" in body else {"message": {"role": "assistant", "content": text}}
+    return [{**wrapped, "finish_reason": reason}] * (body["n"] if count is None else count)
+
+
+@contextmanager
+def serving(script=lambda number, body: (200, summed(body)), models=("m",)):
+    httpd = Serving(("127.0.0.1", 0), Answering)
+    httpd.script, httpd.models, httpd.asked, httpd.lock = script, models, [], threading.Lock()
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield httpd, f"http://127.0.0.1:{httpd.server_port}/v1"
+    finally:
+        httpd.shutdown()
+        thread.join()
+        httpd.server_close()
+
+
+def served(address, tmp_path, **options):
+    given = {"data": "suite.jsonl", "reward": "arithmetic:rule=last_number", "out": tmp_path / "served", **options}
+    return tinyllm.evaluate(address, **given).report
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(server, "PAUSE_S", 0.001)
+
+
+def test_a_server_is_asked_in_chat_form(here, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    with serving() as (httpd, url):
+        report = served(url, tmp_path, samples=2, max_new_tokens=9, stop_strings=("\n\n",), seed=5)
+    (line,) = report["results"]
+    assert line["score"]["value"] == 1.0 and line["completions"] == 48 and line["measure"] == "accuracy"
+    assert report["models"] == [{"name": url, "weights": None}]
+    path, body, key = httpd.asked[0]
+    assert path == "/v1/chat/completions" and key == "Bearer sesame"
+    assert {name: body[name] for name in ("model", "n", "max_tokens", "temperature", "stop")} == {
+        "model": "m",
+        "n": 2,
+        "max_tokens": 9,
+        "temperature": 1.0,
+        "stop": ["\n\n"],
+    }
+    assert len({body["seed"] for _, body, _ in httpd.asked}) == 24, "a seed for each prompt"
+    written = (tmp_path / "served" / "eval.json").read_text()
+    assert "sesame" not in written
+    groups = read_table(tmp_path / "served" / "rollouts" / "1.parquet").groups
+    assert groups[0].rollouts[0].completion.text == "The answer is 0" and groups[0].prompt.token_ids == ()
+
+
+def test_raw_prompts_go_to_completions(here, tmp_path):
+    with serving() as (httpd, url):
+        report = served(f"{url}#m", tmp_path, prompts=3, **{"data.prompt_rule": "raw"})
+    assert {path for path, *_ in httpd.asked} == {"/v1/completions"} and httpd.asked[0][1]["temperature"] == 0.0
+    assert sorted(body["prompt"] for _, body, _ in httpd.asked) == ["0+0=", "1+1=", "2+2="]
+    assert report["results"][0]["score"]["value"] == 1.0
+
+
+def test_a_request_is_tried_again_while_that_may_help(here, tmp_path, no_pauses):
+    with serving(lambda number, body: (503, []) if number < 3 else (200, summed(body))) as (httpd, url):
+        report = served(url, tmp_path, prompts=1)
+    assert len(httpd.asked) == 3 and report["results"][0]["failed"] == 0.0
+
+
+def test_what_fails_is_a_failed_completion_and_never_wrong(here, tmp_path, no_pauses):
+    """One prompt is refused, one always breaks, one is filtered; the 21 others are right."""
+
+    def script(number, body):
+        start = text_of(body).split("+")[0]
+        if start == "3":
+            return 400, []
+        if start == "4":
+            return 500, []
+        return 200, summed(body, reason="content_filter" if start == "5" else "length" if start == "6" else "stop")
+
+    with serving(script) as (httpd, url):
+        report = served(url, tmp_path)
+    (line,) = report["results"]
+    assert (line["prompts"], line["failed"], line["truncated"]) == (21, 3 / 24, 1 / 24)
+    assert line["score"]["value"] == 20 / 21 and line["if_failed"] == [20 / 24, 23 / 24]
+    reasons = [g.rollouts[0].verdict.reason for g in read_table(tmp_path / "served/rollouts/1.parquet").groups[3:6]]
+    assert reasons[0].startswith("sampling failed: HTTP 400: ") and "HTTP 500" in reasons[1]
+    assert reasons[2] == "sampling failed: finish reason 'content_filter'"
+    tries = [text_of(body).split("+")[0] for _, body, _ in httpd.asked]
+    assert tries.count("3") == 1 and tries.count("4") == server.TRIES, "a refusal is final"
+    assert "had all of them been wrong, accuracy would be 0.833, had all been right, 0.958" in report["warnings"][0]
+
+
+def test_choices_that_are_missing_are_asked_for_again(here, tmp_path):
+    with serving(lambda number, body: (200, summed(body, count=1))) as (httpd, url):
+        report = served(url, tmp_path, prompts=2, samples=3)
+    assert [body["n"] for _, body, _ in httpd.asked if text_of(body) == "0+0="] == [3, 2, 1]
+    assert report["results"][0]["completions"] == 6
+
+
+def test_an_evaluation_in_which_all_fail_is_an_error(here, tmp_path):
+    with serving(lambda number, body: (404, [])) as (_, url), pytest.raises(EngineError, match="HTTP 404"):
+        served(url, tmp_path)
+    assert not (tmp_path / "served").exists()
+
+
+def test_servers_that_cannot_be_used(here, tmp_path):
+    with serving(models=("llama", "qwen")) as (_, url):
+        with pytest.raises(ModelError, match="has 2 models \\(llama, qwen\\)"):
+            served(url, tmp_path)
+        with pytest.raises(ModelError, match="did you mean 'llama'"):
+            served(f"{url}#lama", tmp_path)
+    with pytest.raises(ModelError, match="no connection"):
+        served(url, tmp_path)
+
+
+# Output and input
+
+
+def test_what_is_printed(here, tmp_path, capfd):
+    line = ["eval", "a", "b", "--data", "suite.jsonl", "--verifier", "arithmetic:rule=last_number", "--samples", "4"]
+    more = ["--prompt-rule", "raw", "--dtype=float32", "--max-new-tokens", "6", "--train", "train.jsonl"]
+    assert main([*line, *more, "-o", str(tmp_path / "out")]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "22 prompts; 4 samples each, temperature 1, seed 0" in out
+    assert (
+        "overlap with training prompts: 2 exact and 0 near duplicates left out of the suite (3 of train.jsonl)" in out
+    )
+    assert "accuracy [95%]" in out and "pass@4 [95%]" in out and "points [" in out
+    assert out.splitlines()[-1] == f"written  {tmp_path / 'out'}"
+
+
+def test_long_names_fit_a_narrow_terminal(here, tmp_path):
+    report = run("a", "b", out=tmp_path / "o").report
+    name = "/somewhere/very/far/down/" * 5 + "runs/last@best"
+    report["models"][1]["name"] = report["results"][1]["model"] = report["comparisons"][0]["b"] = name
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))
+    with console.file:
+        view.show(report, console)
+    text = console.export_text()
+    assert "last@best  0." in text and "failed" in text
+    picture = bytes(DRAW(report))
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n" and picture == bytes(DRAW(report)) and len(picture) > 5_000
+    assert view.shorten("abcdefghij", 7) == "ab…ghij" and view.shorten("abc", 3) == "abc"
+
+
+def test_help_names_every_option(capfd):
+    assert main(["eval", "--help"]) == 0
+    out = capfd.readouterr().out
+    for word in ("--plan", "RUN@20", "samples", "clusters", "max_new_tokens", "http://host:port/v1#model"):
+        assert word in out
+
+
+def test_words():
+    names, flat, plan_only = parse(["x", "--task", "a,b", "--task=c", "-o", "d", "y", "--samples", "3", "--plan"])
+    assert (names, plan_only) == (["x", "y"], True)
+    assert flat == {"task": ("a", "b", "c"), "out": "d", "answer.samples": 3}
+    spec = "arithmetic:rule=exact_format,tags=a"
+    _, flat, _ = parse(["x", "--data", "x.jsonl", "--verifier", spec, "--verifier=format"])
+    assert flat["reward.functions"] == (spec, "format") and flat["data.file"] == "x.jsonl"
+    assert flat_options({"verifier": spec}) == {"reward.functions": spec}
+    assert flat_options({"data": "x.jsonl", "answer": {"samples": 2}, "task": "a"})["answer.samples"] == 2
+
+
+MISTAKES = {
+    "no model": ([], "no model to evaluate"),
+    "no suite": (["a"], "no suite: name one with --task"),
+    "unknown model": (["no/such/folder", "--task", "arithmetic"], "no/such/folder"),
+    "unknown task": (["a", "--task", "arithmetik"], "nearest: 'arithmetic'"),
+    "two suites": (["a", "--task", "arithmetic", "--data", "suite.jsonl"], "give one of them"),
+    "missing file": (["a", "--data", "absent.jsonl"], "absent.jsonl"),
+    "no verifier": (["a", "--data", "suite.jsonl"], "no verifier of their own"),
+    "k 0": (["a", "--task", "arithmetic", "--samples", "0"], "answer.samples = 0"),
+    "greedy samples": (["a", "--task", "arithmetic", "--samples", "4", "--temperature", "0"], "all would be equal"),
+    "unknown option": (["a", "--task", "arithmetic", "--sampels", "4"], "did you mean 'answer.samples'"),
+    "twice": (["a", "a", "--task", "arithmetic"], "given twice"),
+    "a folder that holds something": (["a", "--task", "arithmetic", "-o", "b"], "holds other files"),
+    "a folder that cannot be": (["a", "--task", "arithmetic", "-o", "suite.jsonl/x"], "cannot write"),
+    "no such column": (["a", "--data", "suite.jsonl", "--verifier", "arithmetic", "--clusters", "kid"], "'kind'"),
+    "no run": (["a@7", "--task", "arithmetic"], "no run here"),
+    "no such checkpoint": (["run@3", "--task", "arithmetic"], "no checkpoint of step 3"),
+    "no such part": (["run@bset", "--task", "arithmetic"], "RUN@best"),
+    "a missing value": (["a", "--task"], "--task needs a value"),
+    "plan without a suite": (["--plan"], "--plan needs a suite"),
+    "all of it trained on": (
+        ["a", "--data", "suite.jsonl", "--verifier", "arithmetic", "--train", "suite.jsonl"],
+        "nothing is left to evaluate",
+    ),
+    "a prompt too long": (
+        ["a", "--data", "suite.jsonl", "--verifier", "arithmetic", "--max-prompt-tokens", "2", "--prompt-rule", "raw"],
+        "over data.max_prompt_tokens = 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_bad_input_is_one_line(here, trained, name, capfd, tmp_path):
+    words, part = MISTAKES[name]
+    out = [] if "-o" in words or not words else ["-o", str(tmp_path / "o")]
+    assert main(["eval", *words, *out]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and part in err, err
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_run_without_its_model_names_the_checkpoints(here, trained, tmp_path):
+    (trained / "model").rename(trained / "gone")
+    try:
+        with pytest.raises(RunError, match=r"no final model .*run@2, .*run@4"):
+            tinyllm.evaluate(trained, out=tmp_path / "o")
+    finally:
+        (trained / "gone").rename(trained / "model")
+
+
+def test_runs_with_different_suites_need_a_named_one(here, trained, tmp_path, no_picture):
+    from tinyllm.post.run import grpo
+
+    grpo(tiny.config(here / "a", here / "suite.jsonl", tmp_path / "other", train={"steps": 1}), reward=tiny.many_digits)
+    with pytest.raises(ConfigError, match="different held-out prompts"):
+        tinyllm.evaluate([trained, tmp_path / "other"], out=tmp_path / "o")
+
+
+def test_rewards_out_of_bounds_are_refused_early(here, tmp_path):
+    with pytest.raises(RewardError, match="from 0 to 1"):
+        run("a", reward=lambda completions, **_: [2.0] * len(completions), out=tmp_path / "o")
+    with pytest.raises(DataError, match="has no prompt"):
+        (tmp_path / "t.jsonl").write_text('{"question": "1+1="}\n')
+        run("a", train=tmp_path / "t.jsonl", out=tmp_path / "o")
