@@ -1,4 +1,4 @@
-"""The stages of the capstone: which runs, with which settings, and running them. A stage that is done is not done again.
+"""The stages of the capstone: which runs, with which settings. A stage that is done is not done again.
 
 base -> 1-sft   worked examples
      -> 2-pairs the SFT model samples (a GRPO run at learning rate 0); its rollouts make the pairs
