@@ -488,5 +488,5 @@ def test_the_data_holds_no_nan(run, tmp_path):
     import zlib
 
     number = re.search(r'data-block="(\d+)"', text)[1]
-    block = re.search(rf'id="block-{number}" data-first>([^<]*)<', text)[1]
+    block = re.search(rf'id="block-{number}">([^<]*)<', text)[1]
     json.loads(zlib.decompress(base64.b64decode(block)), parse_constant=lambda name: pytest.fail(name))

@@ -28,11 +28,7 @@ function fromBase64(text) {
   return bytes;
 }
 
-/** The first blocks stand before the script that asks for them; of others the browser may have read only a part. */
-const parsed = new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve));
-
 async function blockBytes(number) {
-  if (!document.querySelector(`#block-${number}[data-first]`)) await parsed;
   const node = document.getElementById(`block-${number}`);
   const packed = fromBase64(node.textContent);
   node.remove(); // each block is read once; its text would stay in memory

@@ -212,7 +212,7 @@ class Blocks:
     """Columns of a page: each is compressed and written as one block of base64; the page's data names it by number."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []
+        self.html: list[str] = []
 
     def add(self, data: bytes, level: int = 6) -> int:
         """Keep bytes and return the number of their block."""
@@ -220,12 +220,8 @@ class Blocks:
 
     def add_packed(self, text: str) -> int:
         """Keep what `packed` returned."""
-        self.texts.append(text)
-        return len(self.texts) - 1
-
-    def html(self, number: int, first: bool = False) -> str:
-        """A block as it stands in the page; the first ones are read before the rest of the file is."""
-        return f'<script type="text/plain" id="block-{number}"{" data-first" * first}>{self.texts[number]}</script>'
+        self.html.append(f'<script type="text/plain" id="block-{len(self.html)}">{text}</script>')
+        return len(self.html) - 1
 
     def add_json(self, value: Any) -> int:
         """Keep a JSON value."""

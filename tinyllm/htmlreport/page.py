@@ -67,7 +67,7 @@ def write_html(
     blocks = Blocks()
     rollouts = [read_rollouts(run, MAX_TOKENS // len(runs)) for run in runs]
     sections = [*extra, *_sections(runs, rollouts, names, mode)]
-    data: dict[str, Any] = {
+    data = {
         "title": title or " and ".join(names),
         "runs": [
             {
@@ -82,15 +82,14 @@ def write_html(
         "library": blocks.add_packed(library),
     }
     data_block = blocks.add_json(_finite(data))
-    first = {int(data["library"]), data_block}
     page = _file("page.html")
     parts = {
         "TITLE": html.escape(str(data["title"])),
         "STYLE": _file("style.css"),
         "SCRIPT": "\n".join(_file(name) for name in ("app.js", "browser.js")),
         "DATA": str(data_block),
-        "FIRST": "\n".join(blocks.html(number, first=True) for number in sorted(first)),
-        "BLOCKS": "\n".join(blocks.html(number) for number in range(len(blocks.texts)) if number not in first),
+        # All before the script that starts the page: a browser that draws meanwhile reads long texts very slowly
+        "BLOCKS": "\n".join(blocks.html),
     }
     pieces = page.split("@@")  # text, name, text, name, ..., text: what is put in is never searched for names
     whole = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
