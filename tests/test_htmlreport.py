@@ -317,6 +317,24 @@ def test_two_runs_and_a_run_without_tokenizer(browser, run, tmp_path):
     page.close()
 
 
+def test_a_long_completion_is_shown_in_parts(browser, tmp_path):
+    with RunDir.create(tmp_path / "run", manifest()) as run:
+        logprobs = tuple(float(np.float32(-t / 3000)) for t in range(3000))
+        completion = Completion("a", 0, 0, (3,) * 3000, logprobs, "length", 1, Revision(0, "ab"), "1" * 3000)
+        run.record(1, [Group(Prompt("a", (5,), "?"), (Rollout(completion, Verdict(1.0)),))])
+        run.log({"step": 1, "reward_mean": 1.0})
+    page = Page(browser, write_html(tmp_path / "page.html", [RunDir.read(tmp_path / "run")]), "#rollouts")
+    view = page.rollouts()
+    tokens = view.locator(".tokens.whole span")
+    assert tokens.count() == 2000 and view.locator(".member span").count() == 200
+    view.get_by_role("button", name="show all").click()
+    assert tokens.count() == 3000
+    tokens.nth(2999).hover()
+    assert float(view.locator('.readout [data-value="log-probability"]').inner_text()) == logprobs[-1]
+    assert view.locator(".facts").inner_text().count("not kept") == 1, "no derived/ here"
+    page.close()
+
+
 @pytest.mark.parametrize("width", [1400, 420])
 def test_only_visible_rows_are_in_the_document(browser, page_file, width):
     page = Page(browser, page_file, "#rollouts")

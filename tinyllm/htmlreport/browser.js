@@ -5,7 +5,7 @@
 const ROW_HEIGHT = 26;
 const FINISH = ["stop", "length", "error"];
 const SHOWN_IN_GROUP = 200; // tokens of a member; the whole completion is one click away
-const SHOWN = 20000;
+const SHOWN = 2000; // tokens of the chosen rollout, until all are asked for
 const COLUMNS = [
   ["step", "step", (r) => (i) => r.step[i]],
   ["group", "group", (r) => (i) => r.group[i]],
@@ -75,10 +75,14 @@ class Record {
     return { id, text: text ?? `[${id}]`, sampler: this.logprobs[at], trainer, ratio, clipped, advantage: this.advantage[i] };
   }
 
+  /** The ratio of the whole completion; kept for the row that was asked last, since each of its tokens asks. */
   rowRatio(i) {
-    let sum = 0;
-    for (let at = this.offset[i]; at < this.offset[i + 1]; at++) sum += this.trainer[at] - this.logprobs[at];
-    return Math.exp(sum / Math.max(1, this.length[i]));
+    if (this.lastRatio?.row !== i) {
+      let sum = 0;
+      for (let at = this.offset[i]; at < this.offset[i + 1]; at++) sum += this.trainer[at] - this.logprobs[at];
+      this.lastRatio = { row: i, value: Math.exp(sum / Math.max(1, this.length[i])) };
+    }
+    return this.lastRatio.value;
   }
 
   /** Which bound a ratio is beyond, as in post/grpo.py: only where the advantage pushes it there. */
@@ -294,6 +298,7 @@ class Browser {
   select(position) {
     this.chosen = position;
     this.now = -1;
+    this.shown = SHOWN;
     if (position >= 0) {
       const [top, height] = [position * ROW_HEIGHT, this.window.clientHeight];
       if (top < this.window.scrollTop) this.window.scrollTop = top;
@@ -353,7 +358,7 @@ class Browser {
     const i = this.rows[this.chosen];
     const group = r.text.group_id.at(r.group[i]);
     const step = r.step[i];
-    this.tokensNode = this.drawTokens(i, SHOWN, true);
+    this.tokensNode = this.drawTokens(i, this.shown, true);
     this.membersNode = make("div", { className: "members" }, ...r.members(i).map((j) => this.drawMember(j, j === i)));
     this.detail.replaceChildren(
       make("h2", {}, `Step ${step}, group ${group}, sample ${r.sample[i]}`),
@@ -396,7 +401,15 @@ class Browser {
       this.paint(span, token, r.trained[i]);
       node.append(span);
     }
-    if (r.length[i] > limit) node.append(` … ${r.length[i] - limit} more tokens`);
+    if (r.length[i] > limit) node.append(` … ${r.length[i] - limit} more tokens `);
+    if (r.length[i] > limit && whole) {
+      const button = make("button", { type: "button" }, "show all");
+      button.addEventListener("click", () => {
+        this.shown = Infinity;
+        this.drawRollout();
+      });
+      node.append(button);
+    }
     return node;
   }
 
@@ -465,7 +478,7 @@ class Browser {
 
   moveToken(by) {
     if (this.chosen < 0 || !this.record.trainer) return;
-    const last = Math.min(SHOWN, this.record.length[this.rows[this.chosen]]) - 1;
+    const last = Math.min(this.shown, this.record.length[this.rows[this.chosen]]) - 1;
     this.setToken(Math.min(last, Math.max(0, this.now + by)));
   }
 

@@ -88,6 +88,7 @@ def write_html(
         "STYLE": _file("style.css"),
         "SCRIPT": "\n".join(_file(name) for name in ("app.js", "browser.js")),
         "DATA": str(data_block),
+        # All before the script that starts the page: a browser that draws meanwhile reads long texts very slowly
         "BLOCKS": "\n".join(blocks.html),
     }
     pieces = page.split("@@")  # text, name, text, name, ..., text: what is put in is never searched for names
