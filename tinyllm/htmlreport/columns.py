@@ -153,7 +153,7 @@ def _columns(run: RunDir, table: pa.Table, steps: Sequence[int], omitted: int) -
         length=length,
         lag=np.maximum(step.astype(np.int64) - 1 - policy, 0).astype(np.uint32),
         token_ids=ids.flatten().to_numpy(),
-        logprobs=table["logprobs"].combine_chunks().flatten().to_numpy().astype(np.float64),
+        logprobs=_sampled(table["logprobs"].combine_chunks(), offsets, trainer),
         trainer=trainer,
         group_step=step[first],
         parts=_parts(table["parts"].combine_chunks()),
@@ -161,6 +161,15 @@ def _columns(run: RunDir, table: pa.Table, steps: Sequence[int], omitted: int) -
         questions=questions,
         omitted_steps=omitted,
     )
+
+
+def _sampled(column: Any, offsets: np.ndarray, trainer: np.ndarray) -> np.ndarray:
+    """Log-probabilities the tokens were drawn with [T]; the trainer's for completions that were given, not sampled."""
+    bounds, values = column.offsets.to_numpy(), column.values.to_numpy().astype(np.float64)
+    found = trainer.copy()
+    for row in np.flatnonzero(np.diff(bounds) == np.diff(offsets)):
+        found[offsets[row] : offsets[row + 1]] = values[bounds[row] : bounds[row + 1]]
+    return found
 
 
 def _parts(column: Any) -> dict[str, np.ndarray]:
