@@ -171,6 +171,8 @@ def test_evaluation_measures_the_kl_to_the_start(train):
     rows = metrics(train(eval={"every": 1}, optimizer={"lr": 0.5}).run_dir, "eval")
     assert rows[0]["kl"] == 0.0 and rows[1]["kl"] == 0.0, "step 1 was sampled by the start policy"
     assert rows[2]["kl"] > 1e-4 and rows[3]["kl"] > 1e-4
+    assert all(row["kl_low"] < row["kl"] < row["kl_high"] for row in rows[2:])
+    assert rows[1]["kl_low"] == rows[1]["kl_high"] == 0.0
 
 
 def test_one_and_two_threads_give_the_same_run(train, home):

@@ -59,9 +59,15 @@ def training_help(kind: Any, about: str) -> str:
             width(),
         ),
     ]
+    return "\n".join([*lines, *option_lines(kind)])
+
+
+def option_lines(kind: Any) -> list[str]:
+    """Every option of a configuration class with its default and meaning, section by section."""
+    lines: list[str] = []
     section = None
     rows: list[tuple[str, ...]] = []
-    for name, option in known.items():
+    for name, option in options(kind).items():
         part, _, leaf = name.rpartition(".")
         if part != section:
             lines += [table(rows, indent=2, widths=WIDTHS)] if rows else []
@@ -70,7 +76,7 @@ def training_help(kind: Any, about: str) -> str:
         what = describe_type(option.type)
         telling = "|" in what or (option.default is None and what != "text")
         rows.append((leaf, to_text(option.default), option.help + (f" ({what})" if telling else "")))
-    return "\n".join([*lines, table(rows, indent=2, widths=WIDTHS)])
+    return [*lines, table(rows, indent=2, widths=WIDTHS)]
 
 
 WIDTHS = (22, 21)

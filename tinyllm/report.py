@@ -135,7 +135,10 @@ def _from_zero(axis: Any) -> None:
 def _kl(axis: Any, train: Rows, evals: Rows) -> None:
     axis.set_title("KL per token")
     _line(axis, train, "kl", BLUE, "to the reference, in training")
-    _line(axis, evals, "kl", ORANGE, "to the start policy")
+    _line(axis, evals, "kl", ORANGE, "to the start policy, 95% interval")
+    bands = [row for row in evals if row.get("kl_low") is not None]
+    bounds = ([row[f"kl_{end}"] for row in bands] for end in ("low", "high"))
+    axis.fill_between([row["step"] for row in bands], *bounds, color=ORANGE, alpha=0.15, linewidth=0)
     if axis.lines:
         _from_zero(axis)
         axis.legend()

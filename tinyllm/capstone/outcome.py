@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tinyllm import stats
 from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, Rows
 from tinyllm.capstone.stages import MAX_NEW_TOKENS, Plan, Stage
 from tinyllm.evals.run import evaluate
 from tinyllm.files import read_json, write_json
 from tinyllm.htmlreport import Section, write_html
-from tinyllm.htmlreport.sections import Block, command, heading, table, text
+from tinyllm.htmlreport.sections import Block, command, heading, table, text, tiles
 from tinyllm.rollouts import read_table
 from tinyllm.rundir import RunDir
 
@@ -49,8 +50,9 @@ def evaluate_stages(
     result = {
         "seed": plan.seed,
         "model": plan.model,
-        "stages": [{"name": stage.name, "kind": stage.config.kind, "run": stage.name} for stage in stages],
+        "stages": [{"name": stage.name, "kind": stage.config.kind} for stage in stages],
         "suites": suites,
+        "quantities": quantities(RunDir.read(by_name["4-grpo"].folder)),
     }
     write_json(out / RESULT, result)
     return result
@@ -77,6 +79,30 @@ def _named(report: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
         "comparisons": comparisons,
         "overlap": report["overlap"],
         "warnings": [say(line) for line in report["warnings"]],
+    }
+
+
+def quantities(run: RunDir) -> dict[str, Any]:
+    """Reward, KL, clip fraction and rollout revision at the end of a GRPO run, from its record, with 95% intervals.
+
+    reward: of the last step's completions, clustered by prompt; kl: to the start policy, per token, clustered by prompt;
+    clip_fraction: share of the last step's trained tokens, Wilson; rollout_revision: the optimizer step whose weights
+    sampled the last step, smallest and largest over its completions, which is exact.
+    """
+    last = run.metrics("train")[-1]
+    rollouts = [r for g in run.read_groups(last["step"]) for r in g.rollouts]
+    scored = [r for r in rollouts if r.verdict.value is not None]
+    reward = stats.accuracy([r.reward for r in scored], [r.completion.prompt_id for r in scored])
+    kl = next(row for row in reversed(run.metrics("eval")) if row.get("kl") is not None)
+    clipped = (last["clip_fraction_low"] or 0.0) + (last["clip_fraction_high"] or 0.0)
+    low, high = stats.wilson(clipped * last["tokens"], last["tokens"])
+    steps = [r.completion.revision.step for r in rollouts]
+    return {
+        "step": last["step"],
+        "reward": {"value": reward.value, "low": reward.low, "high": reward.high},
+        "kl": {"value": kl["kl"], "low": kl["kl_low"], "high": kl["kl_high"]},
+        "clip_fraction": {"value": clipped, "low": low, "high": high},
+        "rollout_revision": {"value": sum(steps) / len(steps), "low": min(steps), "high": max(steps)},
     }
 
 
@@ -109,7 +135,7 @@ def write_page(result: Mapping[str, Any], stages: Sequence[Stage], out: Path) ->
 
 
 def _outcome(result: Mapping[str, Any]) -> list[Block]:
-    blocks = []
+    blocks: list[Block] = [tiles(_figures(result["quantities"]))]
     for suite, what in zip(SUITES, ("Held-out suite", "Shifted suite: three-digit numbers, other words"), strict=True):
         part = result["suites"][suite]
         head = ("stage", "accuracy [95% interval]", "prompts", "cut", "unreadable", "tokens")
@@ -130,6 +156,17 @@ def _outcome(result: Mapping[str, Any]) -> list[Block]:
         ]
         blocks.append(table(("paired", "difference", "p (Holm)", "test"), pairs))
     return blocks
+
+
+def _figures(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    items = []
+    for name in ("reward", "kl", "clip_fraction", "rollout_revision"):
+        q, digits = found[name], 0 if name == "rollout_revision" else 3
+        band = f"95% interval {q['low']:.{digits}f} to {q['high']:.{digits}f}"
+        if name == "rollout_revision":
+            band = f"sampled by weights of steps {q['low']} to {q['high']}"
+        items.append((f"{name.replace('_', ' ')}, GRPO step {found['step']}", f"{q['value']:.{digits}f}", band))
+    return items
 
 
 def _samples(out: Path) -> list[Block]:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinyllm.clitext import WIDTHS, bold, table
-from tinyllm.configio import flatten, overlay, parse_overrides, shortcut, value_of
+from tinyllm.clitext import option_lines
+from tinyllm.configio import flatten, overlay, parse_overrides, shortcut
 from tinyllm.errors import ConfigError
 from tinyllm.evals.config import SuiteConfig
-from tinyllm.options import describe_type, options, to_text
 
 USAGE = """
   tinyllm eval MODEL_OR_RUN ... [--task NAME ...] [--samples K] [-o DIR]
@@ -79,15 +78,10 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, Any], bool]:
             verifiers.append(value)
         else:
             rest.append(f"{name}={value}" if name.startswith("--") else name)
-    try:
-        flat = parse_overrides(rest, SuiteConfig)
-        if given_tasks:
-            flat["task"] = tuple(given_tasks)
-        if verifiers:
-            flat["reward.functions"] = tuple(verifiers)
-        config = overlay(SuiteConfig(), flat)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("tinyllm grpo --help", "tinyllm eval --help")) from None
+    flat = parse_overrides(rest, SuiteConfig)
+    if given_tasks:
+        flat["task"] = tuple(given_tasks)
+    config = overlay(SuiteConfig(), flat)
     if plan_only and not (config.task or config.data.file or config.data.dataset):
         raise ConfigError("--plan needs a suite: --task NAME, or --data FILE --verifier SPEC")
     if not plan_only and not names:
@@ -122,18 +116,5 @@ def flat_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def help_text() -> str:
     """Every option with its default and meaning, section by section."""
-    lines = ["Evaluate models on a frozen suite: accuracy with intervals, and paired comparisons.", USAGE]
-    section: str | None = None
-    rows: list[tuple[str, ...]] = []
-    for name, option in options(SuiteConfig).items():
-        part, _, leaf = name.rpartition(".")
-        if part != section:
-            lines += [table(rows, indent=2, widths=WIDTHS)] if rows else []
-            kind = type(value_of(SuiteConfig(), part)) if part else SuiteConfig
-            lines += ["", bold(part or "general") + f"  {kind.__doc__}"]
-            section, rows = part, []
-        written = describe_type(option.type)
-        telling = "|" in written or (option.default is None and written != "text")
-        default = to_text(value_of(SuiteConfig(), name))
-        rows.append((leaf, default, option.help + (f" ({written})" if telling else "")))
-    return "\n".join([*lines, table(rows, indent=2, widths=WIDTHS)])
+    about = "Evaluate models on a frozen suite: accuracy with intervals, and paired comparisons."
+    return "\n".join([about, USAGE, *option_lines(SuiteConfig)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tinyllm.config import DataConfig, GRPOConfig, RewardConfig, opt
 
@@ -43,6 +43,7 @@ class AnswerConfig:
 class SuiteConfig:
     """Everything that decides an evaluation but the models."""
 
+    kind: ClassVar[str] = "eval"
     task: tuple[str, ...] = opt((), "tasks to evaluate on: arithmetic, gym:NAME (see: tinyllm tasks)")
     prompts: int = opt(0, "prompts of each task to use, the first ones; 0 = all", ge=0)
     clusters: str | None = opt(None, "column whose equal values mark prompts that depend on each other")

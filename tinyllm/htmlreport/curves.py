@@ -46,7 +46,7 @@ CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 """Charts with one number per step: title, note, unit, and (key, name) of each series."""
 FROM_ZERO = ("share", "tokens", "nats", "seconds")
 NOT_DRAWN = {"step", "updates", "denominator", "groups_drawn", "groups_trained", "unscored", "prompts", "correct"}
-NOT_DRAWN |= {"reward_mean", "reward_std", "accuracy", "loss_low", "loss_high"}
+NOT_DRAWN |= {"reward_mean", "reward_std", "accuracy", "loss_low", "loss_high", "kl_low", "kl_high"}
 HOPS = ("sample", "verify", "record", "update", "publish")
 
 
@@ -92,8 +92,10 @@ def _plain(title: str, note: str, unit: str, series: Sequence[tuple[str, str]], 
         for role, (key, name) in enumerate(there):
             points, held_out = points_of(run, key), key.startswith("eval:")
             more: dict[str, Any] = {"role": role, "points": held_out}
-            if key == "eval:loss" and all(_number(row.get("loss_low")) for row in evals):
-                more |= {"low": [row["loss_low"] for row in evals], "high": [row["loss_high"] for row in evals]}
+            name_of = key.removeprefix("eval:")
+            held = [row for row in evals if _number(row.get(name_of))]
+            if held_out and all(_number(row.get(f"{name_of}_low")) for row in held):
+                more |= {end: [row[f"{name_of}_{end}"] for row in held] for end in ("low", "high")}
             if points:
                 drawn.append(_series(name, number, points, **more))
     if len(there) == 1 < len(series):  # no legend says which one it is

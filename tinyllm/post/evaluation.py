@@ -11,6 +11,7 @@ from tinyllm.engine.engine import Engine
 from tinyllm.post.grpo import collect_groups, kl_estimate
 from tinyllm.post.update import Scorer
 from tinyllm.records import Group, Prompt, SamplingParams, Verdict
+from tinyllm.stats import mean_per_token
 
 
 def evaluator(
@@ -29,7 +30,8 @@ def evaluator(
     def evaluate(step: int, groups: Sequence[Group]) -> dict[str, Any] | None:
         if not prompts:
             return None
-        row: dict[str, Any] = {"kind": "eval", "step": step, "kl": _start_kl(groups, reference()) if step else 0.0}
+        row: dict[str, Any] = {"kind": "eval", "step": step}
+        row |= _start_kl(groups, reference()) if step else dict.fromkeys(("kl", "kl_low", "kl_high"), 0.0)
         judged = collect_groups(engine, prompts, params, lambda p, c: verify(p, c, step))
         rollouts = [r for g in judged for r in g.rollouts]
         scored = [r.verdict for r in rollouts if r.verdict.value is not None]
@@ -48,15 +50,21 @@ def evaluator(
     return evaluate
 
 
-def _start_kl(groups: Sequence[Group], reference: Scorer | None) -> float | None:
-    """Mean k3 estimate of KL(sampling policy || start policy) over the tokens of `groups`."""
-    sequences, sampled = [], []
-    for group in groups:
+def _start_kl(groups: Sequence[Group], reference: Scorer | None) -> dict[str, float | None]:
+    """Mean k3 estimate of KL(sampling policy || start policy) per token of `groups`, with its 95% interval by group."""
+    sequences, sampled, owners = [], [], []
+    for owner, group in enumerate(groups):
         for rollout in group.rollouts:
             if rollout.completion.token_ids:
                 sequences.append((group.prompt.token_ids, rollout.completion.token_ids))
                 sampled.append(torch.tensor(rollout.completion.logprobs, dtype=torch.float64))
+                owners.append(owner)
     if reference is None or not sequences:
-        return None
-    start = [x.cpu().double() for x in reference(sequences)]
-    return kl_estimate(torch.cat(sampled), torch.cat(start)).mean().item()
+        return {"kl": None, "kl_low": None, "kl_high": None}
+    sums, sizes = [0.0] * len(groups), [0] * len(groups)
+    for owner, policy, start in zip(owners, sampled, reference(sequences), strict=True):
+        sums[owner] += kl_estimate(policy, start.cpu().double()).sum().item()
+        sizes[owner] += len(policy)
+    rows = [owner for owner, size in enumerate(sizes) if size]
+    kl = mean_per_token([sums[row] for row in rows], [sizes[row] for row in rows])
+    return {"kl": kl.value, "kl_low": kl.low, "kl_high": kl.high}
