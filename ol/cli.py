@@ -4,6 +4,7 @@
     ol start L12.3       a workspace: the real file with the bodies you write left blank, and its contract
     ol tests L12.3       run the tests of the chapter on your file, each with the reason why it exists
     ol check L12.3       contract, tests, and faults that the tests must catch
+    ol check C2 RUN      a capstone run: its stages, its report's quantities and their intervals
 
 Exit codes: 0 all is well, 1 not yet, 2 a mistake in what was asked.
 """
@@ -54,6 +55,8 @@ def parser() -> Parser:
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("chapter", help="for example L12.3")
+        if name == "check":
+            command.add_argument("run_folder", nargs="?", type=Path, metavar="RUN", help="with C2: the folder of a run")
         command.add_argument("--workspace", type=Path, default=None, help="default: workspace/<chapter>, here")
         if name != "start":
             command.add_argument(
@@ -107,6 +110,10 @@ def tests(args: argparse.Namespace) -> int:
 
 
 def checked(args: argparse.Namespace) -> int:
+    if args.chapter == "C2":
+        return check_capstone(args.run_folder)
+    if args.run_folder is not None:
+        raise UserError(f"{args.run_folder}: only C2 is checked on a run")
     chapter = chapters.load(args.chapter)
     file, is_reference = _file_under_test(chapter, args)
     print(f"{chapter.id} {chapter.title}\nchecking {_short(file)}{' (the reference)' if is_reference else ''}\n")
@@ -143,6 +150,21 @@ def checked(args: argparse.Namespace) -> int:
         f"\n{chapter.id} complete: the contract is kept, {len(results)} tests pass, {len(mutants)} mutants are caught."
     )
     return 0
+
+
+def check_capstone(folder: Path | None) -> int:
+    if folder is None:
+        raise UserError("name the capstone's folder, as in: ol check C2 capstones/20260101-120000")
+    from ol import capstone
+
+    print(f"C2 From base model to evaluated policy\nchecking {folder}\n")
+    findings = capstone.check_capstone(folder)
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(f"{'ok  ' if finding.holds else 'FAIL'}  {finding.what:{width}}  {finding.detail}")
+    failed = sum(not finding.holds for finding in findings)
+    print(f"\n{f'not yet: {failed} of {len(findings)} checks fail' if failed else 'C2 complete'}")
+    return 1 if failed else 0
 
 
 def _file_under_test(chapter: Chapter, args: argparse.Namespace) -> tuple[Path, bool]:

@@ -11,6 +11,7 @@ import tiny
 import torch
 from tiny import EOS, dense_logprobs, llama
 
+import tinyllm
 from tinyllm.callbacks import Callback
 from tinyllm.config import DPOConfig, SFTConfig
 from tinyllm.configio import make_config
@@ -425,3 +426,18 @@ def test_sft_counts_every_token_once():
     batch = SFTObjective(make_config(SFTConfig())).batch(groups)
     assert batch.denominator == 7 and sum(len(part) for part in batch.microbatches) == 3
     assert Verdict(1.0).value == 1.0
+
+
+def test_runs_of_sft_and_dpo_are_evaluated_on_a_named_suite(home, rows, tmp_path, no_picture):
+    """Their own rows are no suite; what they trained on is looked for in the one that is named, and left out."""
+    run = train(sft_config(home / "model", rows / "sft.jsonl", tmp_path / "run")).run_dir
+    with pytest.raises(ConfigError, match="no suite: name one with --task"):
+        tinyllm.evaluate(run, out=str(tmp_path / "none"))
+    suite = tmp_path / "suite.jsonl"
+    trained = {g.prompt.row["prompt"] for step in (1, 2, 3) for g in RunDir.read(run).read_groups(step)}
+    prompts = [sorted(trained)[0], "9+9=", "8+9="]
+    suite.write_text("".join(json.dumps({"prompt": p, "answer": "18"}) + "\n" for p in prompts))
+    options = {"data": {"file": str(suite), "prompt_rule": "raw"}, "verifier": "arithmetic:rule=last_number"}
+    report = tinyllm.evaluate(run, out=str(tmp_path / "out"), machine={"threads": 1}, **options).report
+    assert [found["prompt"] for found in report["overlap"]["found"]] == prompts[:1]
+    assert report["results"][0]["prompts"] == 2

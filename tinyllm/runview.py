@@ -9,22 +9,24 @@ from tinyllm.configio import to_toml
 from tinyllm.errors import RunError
 from tinyllm.progress import accuracy, duration, sample_line, source_name
 from tinyllm.rundir import RunDir, find_runs
+from tinyllm.stats import score_kind
 
 
 def list_runs(root: str | Path) -> list[tuple[str, ...]]:
-    """A table of the runs in a folder: path, what, steps, held-out accuracy before and after. Raises RunError."""
-    rows: list[tuple[str, ...]] = [("run", "model", "data", "steps", "held out")]
+    """A table of the runs in a folder: path, kind, what, steps, held-out score before and after. Raises RunError."""
+    rows: list[tuple[str, ...]] = [("run", "kind", "model", "data", "steps", "held out")]
     for path in find_runs(root):
         try:
             run = RunDir.read(path)
             train, evals = run.metrics("train"), run.metrics("eval")
         except RunError as error:
-            rows.append((str(path), "?", "?", "?", str(error)))
+            rows.append((str(path), "?", "?", "?", "?", str(error)))
             continue
         config = run.config
         done = f"{train[-1]['step'] if train else 0}/{config.train.steps}"
         result = "  →  ".join(accuracy(row) for row in [*evals[:1], *evals[1:][-1:]]) or "-"
-        rows.append((str(path), Path(config.model.name).name, source_name(config), done, result))
+        result = f"{score_kind(evals[0])} {result}" if evals else result
+        rows.append((str(path), config.kind, Path(config.model.name).name, source_name(config), done, result))
     if len(rows) == 1:
         raise RunError(f"{root}: no runs here; start one with: tinyllm grpo")
     return rows

@@ -85,7 +85,7 @@ def _named(report: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 def quantities(run: RunDir) -> dict[str, Any]:
     """Reward, KL, clip fraction and rollout revision at the end of a GRPO run, from its record, with 95% intervals.
 
-    reward: of the last step's completions, clustered by prompt; kl: to the start policy, per token, clustered by prompt;
+    reward: of the last step's completions, clustered by prompt; kl: to the start policy, per token, by prompt too;
     clip_fraction: share of the last step's trained tokens, Wilson; rollout_revision: the optimizer step whose weights
     sampled the last step, smallest and largest over its completions, which is exact.
     """

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tinyllm import models, rewards
-from tinyllm.config import RewardConfig
+from tinyllm.config import GRPOConfig, RewardConfig
 from tinyllm.configio import overlay
 from tinyllm.errors import ConfigError, DataError, EngineError, RunError
 from tinyllm.evals import measure
@@ -101,8 +101,8 @@ def choose_suite(subjects: Sequence[Subject], options: Mapping[str, Any]) -> tup
     first: tuple[str, SuiteConfig] | None = None
     if not (config.task or config.data.file or config.data.dataset):
         for subject in subjects:
-            if subject.run is None:
-                continue
+            if subject.run is None or not isinstance(subject.run.config, GRPOConfig):
+                continue  # SFT and DPO hold out rows with completions, not a suite
             name, own = str(subject.run.path), suite_of_run(subject.run.config)
             if first is None:
                 first = name, own

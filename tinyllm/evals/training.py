@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from tinyllm.evals.config import SuiteConfig
 from tinyllm.evals.overlap import THRESHOLD, find_overlap, prompt_text
 from tinyllm.evals.subjects import Subject
 from tinyllm.evals.suite import NO_LIMIT, PlainTokenizer, Task
+from tinyllm.rundir import RunDir
 from tinyllm.tasks.files import read_file, rename
 from tinyllm.tasks.recipes import RECIPES
 
@@ -49,14 +50,21 @@ def _training_prompts(
         yield config.train, _prompts_of_file(config)
     runs = {str(subject.run.path): subject.run for subject in subjects if subject.run is not None}
     for name, run in runs.items():
-        run_config: GRPOConfig = run.config
-        plain = replace(run_config, data=replace(run_config.data, max_prompt_tokens=NO_LIMIT))
         try:
-            rows = [prompt.row for prompt in tasks.load(plain, PlainTokenizer()).train]
+            rows = _rows_of_run(run)
         except TinyLLMError as error:
             warnings.append(f"the training prompts of {name} cannot be read, so they were not looked for: {error}")
             continue
         yield name, [prompt_text(row["prompt"]) for row in rows]
+
+
+def _rows_of_run(run: RunDir) -> list[Mapping[str, Any]]:
+    """What a run trains on: the prompts it draws from, or for SFT and DPO the rows of its record."""
+    if not isinstance(run.config, GRPOConfig):
+        recorded = (group.prompt for step in run.steps() for group in run.read_groups(step))
+        return [prompt.row for prompt in {prompt.id: prompt for prompt in recorded}.values()]
+    plain = replace(run.config, data=replace(run.config.data, max_prompt_tokens=NO_LIMIT))
+    return [prompt.row for prompt in tasks.load(plain, PlainTokenizer()).train]
 
 
 def _prompts_of_file(config: SuiteConfig) -> list[str]:

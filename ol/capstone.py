@@ -1,0 +1,106 @@
+"""`ol check C2 RUN`: whether a capstone run is what it says, from its record.
+
+Stages that started from each other's weights, a report with four quantities and their intervals, and evaluations whose
+numbers follow from the recorded completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tinyllm.capstone.outcome import RESULT, SUITES, quantities
+from tinyllm.errors import RunError, TinyLLMError, UserError
+from tinyllm.evals import measure
+from tinyllm.files import read_json
+from tinyllm.rollouts import read_table
+from tinyllm.rundir import RunDir
+
+KINDS = {"1-sft": "sft", "2-pairs": "grpo", "3-dpo": "dpo", "4-grpo": "grpo"}
+STARTS = {"2-pairs": "1-sft", "3-dpo": "1-sft", "4-grpo": "3-dpo"}
+"""Whose final weights a stage starts from."""
+MODELS = ("grpo", "dpo", "sft", "base")
+"""In the order of the evaluations' record."""
+QUANTITIES = ("reward", "kl", "clip_fraction", "rollout_revision")
+
+
+class Finding(NamedTuple):
+    """One thing that was checked."""
+
+    holds: bool
+    what: str
+    detail: str
+
+
+def check_capstone(folder: Path) -> list[Finding]:
+    """Every check on the folder of a capstone. Raises UserError when there is none."""
+    if not (folder / RESULT).exists():
+        raise UserError(f"{folder}: no capstone here ({RESULT} is missing); make one with: tinyllm capstone")
+    result = read_json(folder / RESULT)
+    found = []
+    for check in (_stages, _quantities, _evaluations, _comparisons, _report):
+        try:
+            found += list(check(folder, result))
+        except (TinyLLMError, KeyError, TypeError, ValueError, StopIteration) as error:
+            name = check.__name__.strip("_")
+            found.append(Finding(False, name, f"cannot be checked: {error or type(error).__name__}"))
+    return found
+
+
+def _stages(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:
+    listed = {stage["name"]: stage["kind"] for stage in result["stages"]}
+    yield Finding(listed == KINDS, "stages", ", ".join(f"{name} ({kind})" for name, kind in listed.items()))
+    runs = {name: RunDir.read(folder / name) for name in KINDS}
+    for name, kind in KINDS.items():
+        run = runs[name]
+        done = run.metrics("train")[-1]["step"] if run.metrics("train") else 0
+        whole = run.manifest["kind"] == kind and done == run.config.train.steps and (run.path / "model").is_dir()
+        yield Finding(whole, name, f"{kind}, {done} of {run.config.train.steps} steps, model saved")
+    for name, before in STARTS.items():
+        ended = runs[before].metrics("train")[-1]["hashes"]["weights"]
+        began = runs[name].manifest["hashes"]["weights"]
+        yield Finding(began == ended, f"{name} starts from {before}", f"weights {began[:12]}")
+
+
+def _quantities(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:
+    again = quantities(RunDir.read(folder / "4-grpo"))
+    for name in QUANTITIES:
+        said = result["quantities"][name]
+        inside = said["low"] <= said["value"] <= said["high"]
+        band = f"{said['value']:.4g} [{said['low']:.4g}, {said['high']:.4g}]"
+        yield Finding(inside and said == again[name], name.replace("_", " "), f"{band}, as the record says")
+    steps = RunDir.read(folder / "4-grpo").metrics("train")
+    missing = [row["step"] for row in steps if row["reward_mean"] is None or row["clip_fraction_low"] is None]
+    missing = [step for step in missing if not _without_signal(steps, step)]
+    yield Finding(not missing, "logged in every step", f"{len(steps)} steps" + (f", but {missing}" if missing else ""))
+
+
+def _without_signal(steps: list[dict[str, Any]], step: int) -> bool:
+    """A step whose groups all agree has no ratio to clip."""
+    return any(row["step"] == step and row["zero_advantage"] == 1.0 for row in steps)
+
+
+def _evaluations(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:
+    for suite in SUITES:
+        for number, name in enumerate(MODELS, 1):
+            said = result["suites"][suite]["results"][name]["score"]
+            groups = read_table(folder / "evals" / suite / "rollouts" / f"{number}.parquet").groups
+            again = measure.summarize([measure.answers_of(group, group.prompt.id) for group in groups], 1)
+            score = again["score"]
+            told = f"{score['value']:.3f} [{score['low']:.3f}, {score['high']:.3f}] of {again['prompts']} prompts"
+            yield Finding(said == score, f"{suite}: {name}", told)
+
+
+def _comparisons(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:
+    pairs = {c["b"]: c for c in result["suites"]["held_out"]["comparisons"] if c["a"] == "grpo"}
+    for name in ("sft", "dpo"):
+        d = pairs[name]["difference"]
+        yield Finding(d["low"] <= d["value"] <= d["high"], f"grpo against {name}", pairs[name]["sentence"])
+
+
+def _report(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:
+    page = folder / "capstone.html"
+    if not page.exists():
+        raise RunError(f"{page} is missing")
+    yield Finding(page.stat().st_size > 100_000, "report", f"{page}, {page.stat().st_size / 1e6:.1f} MB")
