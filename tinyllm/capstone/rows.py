@@ -50,10 +50,12 @@ class Rows:
 
 
 def write_rows(folder: Path, seed: int, examples: int, prompts: int, shifted: int) -> Rows:
-    """Write the four files. The suites are the same for every seed; what is trained on is drawn by it."""
+    """Write the four files. The suites are the same for every seed; what is trained on is drawn by it, half of it sums."""
     two_digits = ArithmeticConfig(operators=("+", "-"), operands=(10, 99), held_out=HELD_OUT)
     train, held_out = arithmetic.generate(two_digits)
     random.Random(seed).shuffle(train)
+    sums, differences = ([row for row in train if f" {operator} " in row["prompt"]] for operator in "+-")
+    train = [row for pair in zip(sums, differences, strict=False) for row in pair]  # differences are rarer and harder
     rows = Rows(folder)
     _write(rows.examples, [{**row, "completion": worked(row["prompt"])} for row in train[:examples]])
     _write(rows.prompts, train[examples : examples + prompts])

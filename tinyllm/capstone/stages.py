@@ -30,11 +30,11 @@ class Plan:
     model: str = "smollm2-135m-instruct"
     seed: int = 0
     threads: int | None = None
-    examples: int = 320
+    examples: int = 400
     prompts: int = 4000
     shifted: int = 200
     epochs: float = 2.0
-    sft_lr: float = 5e-5
+    sft_lr: float = 1e-4
     pair_steps: int = 4
     dpo_lr: float = 2e-6
     grpo_steps: int = 24
