@@ -32,11 +32,11 @@ class Plan:
     threads: int | None = None
     examples: int = 400
     prompts: int = 4000
-    shifted: int = 200
+    shifted: int = 150
     epochs: float = 2.0
     sft_lr: float = 1e-4
     pair_steps: int = 4
-    dpo_lr: float = 2e-6
+    dpo_lr: float = 5e-6
     grpo_steps: int = 24
     grpo_lr: float = 1.5e-5
     prompts_per_step: int = 16
