@@ -3,7 +3,7 @@
 tinyllm's value is that of its updater on packed rows; TRL's is its trainer's compute_loss on a padded batch, in fp32.
 The policy of DPO is moved away from its reference first, so that no log-ratio is 0.
 
-    python benchmarks/losses.py
+    python benchmarks/losses.py --out results.json
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         groups = {kind: rows_of(kind, arguments.model, tokenizer, Path(folder)) for kind in ("sft", "dpo")}
         pairs = (
-            ("sft, mean over tokens", our_sft(start_model, groups["sft"]), trl_sft(start_model, groups["sft"], folder)),
+            (
+                "sft, mean over tokens",
+                our_sft(start_model, groups["sft"]),
+                trl_sft(start_model, tokenizer, groups["sft"], folder),
+            ),
             *(
                 (
                     f"dpo, {name}, beta 0.1",
                     our_dpo(moved, start_model, groups["dpo"], name == "length-normalised"),
-                    trl_dpo(moved, start_model, groups["dpo"], kind, folder),
+                    trl_dpo(moved, start_model, tokenizer, groups["dpo"], kind, folder),
                 )
                 for name, kind in (("sigmoid", "sigmoid"), ("length-normalised", "sigmoid_norm"))
             ),
@@ -107,7 +111,7 @@ def our_loss(model: Any, config: Any, groups: list[Group], reference: Any) -> fl
     return loss
 
 
-def trl_sft(model: Any, groups: list[Group], folder: str) -> float:
+def trl_sft(model: Any, tokenizer: Any, groups: list[Group], folder: str) -> float:
     from datasets import Dataset
     from trl import SFTConfig as TRLConfig
     from trl import SFTTrainer
@@ -117,7 +121,6 @@ def trl_sft(model: Any, groups: list[Group], folder: str) -> float:
         prompt, completion = group.prompt.token_ids, group.rollouts[0].completion.token_ids
         mask = [0] * len(prompt) + [1] * len(completion)
         rows.append({"input_ids": [*prompt, *completion], "completion_mask": mask})
-    tokenizer = models.load_tokenizer("smollm2-135m-instruct")
     arguments = TRLConfig(
         output_dir=folder, completion_only_loss=True, per_device_train_batch_size=len(rows), **plain()
     )
@@ -127,7 +130,7 @@ def trl_sft(model: Any, groups: list[Group], folder: str) -> float:
     return value(trainer, list(trainer.train_dataset))
 
 
-def trl_dpo(model: Any, reference: Any, groups: list[Group], loss_type: str, folder: str) -> float:
+def trl_dpo(model: Any, reference: Any, tokenizer: Any, groups: list[Group], loss_type: str, folder: str) -> float:
     from datasets import Dataset
     from trl import DPOConfig as TRLConfig
     from trl import DPOTrainer
@@ -141,7 +144,6 @@ def trl_dpo(model: Any, reference: Any, groups: list[Group], loss_type: str, fol
         }
         for g in groups
     ]
-    tokenizer = models.load_tokenizer("smollm2-135m-instruct")
     arguments = TRLConfig(
         output_dir=folder, beta=0.1, loss_type=loss_type, per_device_train_batch_size=len(rows), **plain()
     )

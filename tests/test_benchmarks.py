@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 HAS_TRL = importlib.util.find_spec("trl") is not None
-SCRIPTS = ("vs_trl", "learning", "scaling", "record_cost", "allocator")
+SCRIPTS = ("vs_trl", "learning", "scaling", "record_cost", "allocator", "losses")
 
 
 @pytest.fixture(scope="module")

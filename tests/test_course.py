@@ -33,6 +33,7 @@ def refilled(exercise: str, reference: str) -> str:
     return exercise
 
 
+@pytest.mark.slow
 def test_check_passes_on_the_reference_and_catches_every_mutant(tmp_path):
     code, out, err = ol("check", "L12.3", "--reference", cwd=tmp_path)
     assert (code, err) == (0, ""), out + err
