@@ -49,21 +49,13 @@ def main() -> None:
     moved = moved_copy(start_model)
     with tempfile.TemporaryDirectory() as folder:
         groups = {kind: rows_of(kind, arguments.model, tokenizer, Path(folder)) for kind in ("sft", "dpo")}
-        pairs = (
-            (
-                "sft, mean over tokens",
-                our_sft(start_model, groups["sft"]),
-                trl_sft(start_model, tokenizer, groups["sft"], folder),
-            ),
-            *(
-                (
-                    f"dpo, {name}, beta 0.1",
-                    our_dpo(moved, start_model, groups["dpo"], name == "length-normalised"),
-                    trl_dpo(moved, start_model, tokenizer, groups["dpo"], kind, folder),
-                )
-                for name, kind in (("sigmoid", "sigmoid"), ("length-normalised", "sigmoid_norm"))
-            ),
-        )
+        sft, dpo = groups["sft"], groups["dpo"]
+        theirs = trl_sft(start_model, tokenizer, sft, folder)
+        pairs = [("sft, mean over tokens", our_sft(start_model, sft), theirs)]
+        for name, loss_type in (("sigmoid", "sigmoid"), ("length-normalised", "sigmoid_norm")):
+            ours = our_dpo(moved, start_model, dpo, name == "length-normalised")
+            theirs = trl_dpo(moved, start_model, tokenizer, dpo, loss_type, folder)
+            pairs.append((f"dpo, {name}, beta 0.1", ours, theirs))
     for name, ours, theirs in pairs:
         result["rows"].append({"loss": name, "tinyllm": ours, "trl": theirs, "difference": abs(ours - theirs)})
     rows = [(r["loss"], f"{r['tinyllm']:.7f}", f"{r['trl']:.7f}", f"{r['difference']:.1e}") for r in result["rows"]]

@@ -50,7 +50,7 @@ class Rows:
 
 
 def write_rows(folder: Path, seed: int, examples: int, prompts: int, shifted: int) -> Rows:
-    """Write the four files. The suites are the same for every seed; what is trained on is drawn by it, half of it sums."""
+    """Write the four files. The suites are the same for every seed; what is trained on is drawn by it, half sums."""
     two_digits = ArithmeticConfig(operators=("+", "-"), operands=(10, 99), held_out=HELD_OUT)
     train, held_out = arithmetic.generate(two_digits)
     random.Random(seed).shuffle(train)
