@@ -307,7 +307,6 @@ def test_prompts_with_one_text_share_a_cluster(here, tmp_path):
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
     """A run with a model, best weights and checkpoints."""
-    from tinyllm.post.run import grpo
 
     tiny.write_rows(folder / "rows.jsonl")
     config = tiny.config(
@@ -360,7 +359,6 @@ def test_training_prompts_that_are_gone_are_a_warning(here, trained, tmp_path, m
 
 
 def test_a_checkpoint_of_adapters(here, tmp_path, no_picture):
-    from tinyllm.post.run import grpo
 
     config = tiny.config(
         here / "a",
@@ -630,9 +628,11 @@ def test_a_run_without_its_model_names_the_checkpoints(here, trained, tmp_path):
 
 
 def test_runs_with_different_suites_need_a_named_one(here, trained, tmp_path, no_picture):
-    from tinyllm.post.run import grpo
+    from tinyllm.post.run import train
 
-    grpo(tiny.config(here / "a", here / "suite.jsonl", tmp_path / "other", train={"steps": 1}), reward=tiny.many_digits)
+    train(
+        tiny.config(here / "a", here / "suite.jsonl", tmp_path / "other", train={"steps": 1}), reward=tiny.many_digits
+    )
     with pytest.raises(ConfigError, match="different held-out prompts"):
         tinyllm.evaluate([trained, tmp_path / "other"], out=tmp_path / "o")
 

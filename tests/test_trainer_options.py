@@ -8,6 +8,7 @@ from tiny import EOS, STOPS, equal, gpt2, groups_of, llama, many_digits, metrics
 from transformers import AutoModelForCausalLM
 
 from tinyllm import models
+from tinyllm.evals.subjects import find_subject
 from tinyllm.post.run import resume
 
 TRAINED, HELD_OUT = 9, 3
@@ -127,3 +128,14 @@ def test_the_best_model_is_kept_and_training_stops_when_nothing_gets_better(trai
     assert models.content_hash(best) == rows[1]["hashes"]["weights"] != rows[3]["hashes"]["weights"]
     again = resume(tmp_path / "run", reward=reward)
     assert again.best_step == 2 and len(metrics(tmp_path / "run")) == 4
+    assert find_subject(f"{tmp_path / 'run'}@best").source == str(tmp_path / "run" / "best")
+
+
+def test_where_the_last_model_is_the_best_no_older_one_is_kept(train, tmp_path):
+    def reward(completions, trainer_state, **_):
+        evaluating = len(completions) == HELD_OUT
+        return [trainer_state.global_step / 10] * HELD_OUT if evaluating else many_digits(completions)
+
+    result = train(reward=reward, train={"steps": 3}, eval={"every": 1})
+    assert result.best_step == 3 and not (tmp_path / "run" / "best").exists()
+    assert find_subject(f"{tmp_path / 'run'}@best").source == str(tmp_path / "run" / "model")

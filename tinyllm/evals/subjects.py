@@ -18,6 +18,7 @@ from tinyllm.evals.config import MachineConfig
 from tinyllm.memory import MemoryEstimate, available_memory, gib, keep_freed_memory, memory_estimate
 from tinyllm.records import Revision
 from tinyllm.rundir import MANIFEST, RunDir
+from tinyllm.stats import held_out_score, score_kind
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,21 @@ def _part_of_run(word: str, run: RunDir, part: str) -> Subject:
         return Subject(word, run.config.model.name, run, step)
     if part not in ("model", "best"):
         raise RunError(f"{word}: write RUN, RUN@best, or RUN@STEP; {_offer(run)}")
+    if part == "best" and not (run.path / part).is_dir() and _ended_best(run):
+        part = "model"
     if not (run.path / part).is_dir():
         what = (
             "no final model (it did not end)" if part == "model" else "no best weights (no evaluation beat the first)"
         )
         raise RunError(f"{run.path} has {what}; {_offer(run)}")
     return Subject(word, str(run.path / part), run)
+
+
+def _ended_best(run: RunDir) -> bool:
+    """Whether the last evaluation is the best: then the final model is, and there is no best/ beside it."""
+    scores = [(row, score[0]) for row in run.metrics("eval") if row["step"] and (score := held_out_score(row))]
+    signs = [-value if score_kind(row) == "loss" else value for row, value in scores]
+    return bool(signs) and all(value < signs[-1] for value in signs[:-1])
 
 
 def _offer(run: RunDir) -> str:

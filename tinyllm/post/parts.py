@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -248,6 +249,8 @@ class Parts(ABC):
 
         self.phase("saving the model")
         models.save_model(self.policy.model, self.tokenizer, run.path / "model")
+        if trainer.progress.best_step == trainer.progress.step:  # then model/ is the best, and best/ an older one
+            shutil.rmtree(run.path / "best", ignore_errors=True)
         run.checkpoints.wait()
         evals = run.metrics("eval")
         return RunResult(
