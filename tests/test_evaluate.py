@@ -21,6 +21,7 @@ from tinyllm.evals.config import SuiteConfig
 from tinyllm.evals.measure import Answers
 from tinyllm.evals.suite import plan
 from tinyllm.files import read_json
+from tinyllm.post.run import train
 from tinyllm.records import Group, Prompt, Rollout, Verdict
 from tinyllm.rollouts import read_table
 from tinyllm.rundir import RunDir
@@ -307,7 +308,6 @@ def test_prompts_with_one_text_share_a_cluster(here, tmp_path):
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
     """A run with a model, best weights and checkpoints."""
-
     tiny.write_rows(folder / "rows.jsonl")
     config = tiny.config(
         folder / "a",
@@ -320,7 +320,7 @@ def trained(folder, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
-        grpo(config)
+        train(config)
     return folder / "run"
 
 
@@ -359,7 +359,6 @@ def test_training_prompts_that_are_gone_are_a_warning(here, trained, tmp_path, m
 
 
 def test_a_checkpoint_of_adapters(here, tmp_path, no_picture):
-
     config = tiny.config(
         here / "a",
         here / "suite.jsonl",
@@ -369,7 +368,7 @@ def test_a_checkpoint_of_adapters(here, tmp_path, no_picture):
         run={"checkpoint_every": 1, "keep_checkpoints": 5, "threads": 1},
         eval={"every": 1},
     )
-    grpo(config, reward=tiny.many_digits)
+    train(config, reward=tiny.many_digits)
     report = tinyllm.evaluate(
         [f"{tmp_path}/lora@1", f"{tmp_path}/lora@2"], reward=tiny.many_digits, device="cpu", out=tmp_path / "o"
     ).report
@@ -628,8 +627,6 @@ def test_a_run_without_its_model_names_the_checkpoints(here, trained, tmp_path):
 
 
 def test_runs_with_different_suites_need_a_named_one(here, trained, tmp_path, no_picture):
-    from tinyllm.post.run import train
-
     train(
         tiny.config(here / "a", here / "suite.jsonl", tmp_path / "other", train={"steps": 1}), reward=tiny.many_digits
     )
