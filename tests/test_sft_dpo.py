@@ -23,8 +23,8 @@ from tinyllm.evals.overlap import prompt_text
 from tinyllm.evals.training import _rows_of_run
 from tinyllm.models import tokenizer_hash
 from tinyllm.post import update
-from tinyllm.post.dpo import DPOObjective, dpo_loss
-from tinyllm.post.examples import ExampleParts, held_out_likelihood
+from tinyllm.post.dpo import DPOObjective, DPOStats, dpo_loss
+from tinyllm.post.examples import ExampleParts, held_out_likelihood, held_out_preference
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.replay import replay
 from tinyllm.post.run import resume, train
@@ -184,6 +184,12 @@ def test_a_dpo_step_is_the_dense_gradient(home, rows, budget, normalized):
     (total / len(groups)).backward()
     close(moved, {n: p.grad for n, p in policy.model.named_parameters()})
     assert result.loss == pytest.approx(total.item() / len(groups), rel=1e-5)
+    assert result.stats.pairs == len(groups)
+    assert result.stats.tokens == sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+
+
+def test_statistics_of_microbatches_add_up():
+    assert DPOStats(1, 0.5, 2, 3, 4, 5, 6) + DPOStats(2, 1, 1, -1, 2, 3, 4) == DPOStats(3, 1.5, 3, 2, 6, 8, 10)
 
 
 def test_microbatches_hold_whole_pairs(home, rows):
@@ -262,6 +268,30 @@ def test_bad_rows_can_be_skipped(home, tmp_path):
     data = example([good, bad, good], home, tmp_path, on_bad_row="skip")
     assert len(data.train) == 2 and len(data.skipped) == 1
     assert len({p.id for p in data.train}) == 2, "the same row twice has two names"
+
+
+def test_the_hash_of_the_data_is_of_tokens_and_sides(home, tmp_path):
+    many = [{"prompt": f"{i}+1=", "completion": str(i)} for i in range(8)]
+    hashes = {example(many, home, tmp_path, held_out_fraction=share).hash for share in (0.0, 0.25, 0.5)}
+    system = example(many, home, tmp_path, system_prompt="x").hash
+    assert len(hashes) == 3 and system not in hashes
+
+
+def test_bounds_of_a_row_hold_it_exactly(home, tmp_path):
+    """12+3=15 and the end are 8 tokens, the last of which is only predicted: a pass computes 7."""
+    rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "12+3=", "completion": "15"}]
+    assert example(rows, home, tmp_path, max_tokens=8).longest == 8
+    with pytest.raises(DataError, match="row 2 of one.jsonl: it has 8 tokens, over data.max_tokens = 7"):
+        example(rows, home, tmp_path, max_tokens=7)
+
+    def parts(budget):
+        train = {"tokens_per_microbatch": budget, "batch_size": 2}
+        data = {"held_out_fraction": 0.0}
+        return ExampleParts(sft_config(home / "model", tmp_path / "one.jsonl", train=train, data=data), ())
+
+    assert parts(7).longest() == 8
+    with pytest.raises(ConfigError, match="cannot hold the longest row; it needs at least 7"):
+        parts(6)
 
 
 def test_one_prompt_is_never_on_both_sides(home, tmp_path):
@@ -558,6 +588,34 @@ def test_held_out_likelihood_by_hand():
     losses = iter([1.0, 2.0, 3.0])
     again = held_out_likelihood(turns, lambda rows: [torch.full((len(c),), -next(losses)) for _, c in rows])
     assert again == found | {"prompts": 2}
+
+
+def test_held_out_preference_by_hand():
+    """Two pairs of one prompt with margins 2 and -1, and one of another with 0; beta 1, reference 0.
+
+    Losses ln(1 + e^-2), ln(1 + e), ln 2; the first two are one cluster.
+    """
+    groups = [
+        tiny.group("a", [1, 0], prompt_ids=(5, 6)),
+        tiny.group("a-2", [1, 0], prompt_ids=(5, 6)),
+        tiny.group("b", [1, 0], prompt_ids=(7,)),
+    ]
+    sides = iter([(-1.0, -3.0), (-2.0, -1.0), (-1.0, -1.0)])
+    objective = DPOObjective(make_config(DPOConfig(), objective={"beta": 1.0}))
+    found = held_out_preference(
+        groups,
+        objective,
+        lambda rows: [torch.tensor([x]) for x in next(sides)],
+        lambda rows: [torch.zeros(1) for _ in rows],
+    )
+    losses = [math.log1p(math.exp(-2)), math.log1p(math.exp(1)), math.log(2)]
+    mean = sum(losses) / 3
+    a, b = losses[0] + losses[1] - 2 * mean, losses[2] - mean
+    half = 12.706205 * math.sqrt(2 * (a * a + b * b)) / 3
+    assert found["prompts"] == 3 and found["loss"] == pytest.approx(mean, rel=1e-6)
+    assert (found["loss_low"], found["loss_high"]) == pytest.approx((mean - half, mean + half), rel=1e-5)
+    assert found["preference_accuracy"] == 0.5 and found["margin"] == pytest.approx(1 / 3)
+    assert found["chosen_reward"] == pytest.approx(-4 / 3) and found["rejected_reward"] == pytest.approx(-5 / 3)
 
 
 class Poisoned(Callback):

@@ -89,7 +89,7 @@ class ExampleParts(Parts):
                 row = held_out_likelihood(groups, scorer)
             else:
                 assert self.reference is not None
-                row = self._held_out_preference(groups, scorer, self.reference)
+                row = held_out_preference(groups, self.updater.objective, scorer, self.reference)
             if not math.isfinite(row["loss"]):
                 raise TrainingStopped(
                     f"the held-out loss after step {step} is {row['loss']}; lower optimizer.lr, or take another model "
@@ -98,25 +98,6 @@ class ExampleParts(Parts):
             return {"kind": "eval", "step": step, **row}
 
         return evaluate
-
-    @torch.no_grad()
-    def _held_out_preference(self, groups: Sequence[Group], policy: Scorer, reference: Scorer) -> dict[str, Any]:
-        """Loss and implicit rewards of held-out pairs; prompts are the clusters of its interval."""
-        objective: Any = self.updater.objective
-        total = DPOStats()
-        sums: dict[tuple[int, ...], float] = {}
-        sizes: dict[tuple[int, ...], int] = {}
-        for group in groups:
-            batch = replace(objective.batch([group]), denominator=1.0)
-            sequences = _sequences([group])
-            loss, stats = objective.loss(batch, (0, 1), policy(sequences), (), reference(sequences))
-            prompt = group.prompt.token_ids  # the pairs of a prompt depend on each other
-            sums[prompt] = sums.get(prompt, 0.0) + loss.item()
-            sizes[prompt] = sizes.get(prompt, 0) + 1
-            total = total + stats
-        estimate = mean_per_token(list(sums.values()), list(sizes.values()))
-        row = {"prompts": len(groups), "loss": estimate.value, "loss_low": estimate.low, "loss_high": estimate.high}
-        return row | objective.metrics(groups, batch, total, {})
 
 
 def held_out_likelihood(groups: Sequence[Group], scorer: Scorer) -> dict[str, Any]:
@@ -138,6 +119,25 @@ def held_out_likelihood(groups: Sequence[Group], scorer: Scorer) -> dict[str, An
         "loss_high": estimate.high,
         "tokens": sum(sizes.values()),
     }
+
+
+@torch.no_grad()
+def held_out_preference(groups: Sequence[Group], objective: Any, policy: Scorer, reference: Scorer) -> dict[str, Any]:
+    """Loss and implicit rewards of held-out pairs, with the loss's interval; prompts are the clusters."""
+    total = DPOStats()
+    sums: dict[tuple[int, ...], float] = {}
+    sizes: dict[tuple[int, ...], int] = {}
+    for group in groups:
+        batch = replace(objective.batch([group]), denominator=1.0)
+        sequences = _sequences([group])
+        loss, stats = objective.loss(batch, (0, 1), policy(sequences), (), reference(sequences))
+        prompt = group.prompt.token_ids  # the pairs of a prompt depend on each other
+        sums[prompt] = sums.get(prompt, 0.0) + loss.item()
+        sizes[prompt] = sizes.get(prompt, 0) + 1
+        total = total + stats
+    estimate = mean_per_token(list(sums.values()), list(sizes.values()))
+    row = {"prompts": len(groups), "loss": estimate.value, "loss_low": estimate.low, "loss_high": estimate.high}
+    return row | objective.metrics(groups, batch, total, {})
 
 
 def _rollouts(groups: Sequence[Group]) -> Iterator[tuple[Group, Any]]:
