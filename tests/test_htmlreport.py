@@ -418,6 +418,15 @@ def test_runs_of_other_kinds(tmp_path, kind):
     assert write_html(tmp_path / "report.html", [run]).stat().st_size > 1_000_000
 
 
+@pytest.mark.parametrize(("kind", "said"), [("grpo", True), ("sft", False)])
+def test_only_what_is_sampled_can_be_too_sure(tmp_path, kind, said):
+    with RunDir.create(tmp_path / kind, manifest() | {"kind": kind}) as run:
+        for step in range(1, 9):
+            run.log({"step": step, "entropy": 2.0 / 10**step, **({"reward_mean": 0.5} if kind == "grpo" else {})})
+    found = findings(RunDir.read(tmp_path / kind), None)
+    assert any("Entropy fell" in finding["text"] for finding in found) is said
+
+
 def test_stages_of_a_pipeline(browser, run, tmp_path):
     with RunDir.create(tmp_path / "sft", manifest() | {"kind": "sft"}) as sft:
         sft.log({"step": 1, "loss": 2.0})

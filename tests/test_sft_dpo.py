@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -16,9 +18,13 @@ from tinyllm.callbacks import Callback
 from tinyllm.config import DPOConfig, SFTConfig
 from tinyllm.configio import make_config
 from tinyllm.engine.head import Policy
-from tinyllm.errors import ConfigError, DataError, RunError
+from tinyllm.errors import ConfigError, DataError, ModelError, RunError, TrainingStopped
+from tinyllm.evals.overlap import prompt_text
+from tinyllm.evals.training import _rows_of_run
 from tinyllm.models import tokenizer_hash
-from tinyllm.post.dpo import DPOObjective, dpo_loss
+from tinyllm.post import update
+from tinyllm.post.dpo import DPOObjective, DPOStats, dpo_loss
+from tinyllm.post.examples import ExampleParts, held_out_likelihood, held_out_preference
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.replay import replay
 from tinyllm.post.run import resume, train
@@ -178,6 +184,12 @@ def test_a_dpo_step_is_the_dense_gradient(home, rows, budget, normalized):
     (total / len(groups)).backward()
     close(moved, {n: p.grad for n, p in policy.model.named_parameters()})
     assert result.loss == pytest.approx(total.item() / len(groups), rel=1e-5)
+    assert result.stats.pairs == len(groups)
+    assert result.stats.tokens == sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+
+
+def test_statistics_of_microbatches_add_up():
+    assert DPOStats(1, 0.5, 2, 3, 4, 5, 6) + DPOStats(2, 1, 1, -1, 2, 3, 4) == DPOStats(3, 1.5, 3, 2, 6, 8, 10)
 
 
 def test_microbatches_hold_whole_pairs(home, rows):
@@ -217,6 +229,12 @@ BAD = [
     ({"messages": [{"role": "assistant", "content": "hi"}]}, "its only message is the answer"),
     ({"messages": [{"role": "user", "content": "a"}], "prompt": "b"}, "keep one form"),
     ({"prompt": "1" * 2000, "completion": "2"}, "over data.max_tokens = 1024"),
+    ({"prompt": "1" * 600, "completion": "2"}, "it has 602 tokens, more than the model's 512 positions"),
+    ({"prompt": "1+1=", "completion": "\ud83d2"}, "half a surrogate pair .* in 'completion'"),
+    (
+        {"messages": [{"role": "user", "content": "a"}, *[{"role": "assistant", "content": "b"}] * 2]},
+        "row 1 of one.jsonl: messages 2 and 3 are both from assistant; join them",
+    ),
 ]
 
 
@@ -235,6 +253,7 @@ BAD_PAIRS = [
         "must be one chat but for its end",
     ),
     ({"prompt": "1", "chosen": [{"role": "user", "content": "2"}], "rejected": "3"}, "not from assistant"),
+    ({"prompt": "1", "chosen": "2", "rejected": "\ud83d"}, "half a surrogate pair .* in 'rejected'"),
 ]
 
 
@@ -251,10 +270,52 @@ def test_bad_rows_can_be_skipped(home, tmp_path):
     assert len({p.id for p in data.train}) == 2, "the same row twice has two names"
 
 
+def test_the_hash_of_the_data_is_of_tokens_and_sides(home, tmp_path):
+    many = [{"prompt": f"{i}+1=", "completion": str(i)} for i in range(8)]
+    hashes = {example(many, home, tmp_path, held_out_fraction=share).hash for share in (0.0, 0.25, 0.5)}
+    system = example(many, home, tmp_path, system_prompt="x").hash
+    assert len(hashes) == 3 and system not in hashes
+
+
+def test_bounds_of_a_row_hold_it_exactly(home, tmp_path):
+    """12+3=15 and the end are 8 tokens, the last of which is only predicted: a pass computes 7."""
+    rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "12+3=", "completion": "15"}]
+    assert example(rows, home, tmp_path, max_tokens=8).longest == 8
+    with pytest.raises(DataError, match="row 2 of one.jsonl: it has 8 tokens, over data.max_tokens = 7"):
+        example(rows, home, tmp_path, max_tokens=7)
+
+    def parts(budget):
+        train = {"tokens_per_microbatch": budget, "batch_size": 2}
+        data = {"held_out_fraction": 0.0}
+        return ExampleParts(sft_config(home / "model", tmp_path / "one.jsonl", train=train, data=data), ())
+
+    assert parts(7).longest() == 8
+    with pytest.raises(ConfigError, match="cannot hold the longest row; it needs at least 7"):
+        parts(6)
+
+
 def test_one_prompt_is_never_on_both_sides(home, tmp_path):
     many = [{"prompt": f"{i % 4}+1=", "completion": str(i)} for i in range(16)]
     data = example(many, home, tmp_path, held_out_fraction=0.5)
     assert not {p.text for p in data.train} & {p.text for p in data.held_out} and data.held_out
+
+
+def test_a_message_and_its_text_are_one_prompt(home, tmp_path):
+    """So a held-out text is not trained on as a chat of one message."""
+    file = tmp_path / "held_out.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    row = {"prompt": [{"role": "user", "content": "1+1="}], "completion": "2"}
+    with pytest.raises(DataError, match="the same prompt as held-out row 1 of held_out.jsonl"):
+        example(row, home, tmp_path, held_out=str(file))
+
+
+def test_a_tokenizer_without_an_end_is_refused(home, tmp_path):
+    words = tiny.tokenizer()
+    other = type(words)(tokenizer_object=words.backend_tokenizer, unk_token="<unk>")
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    with pytest.raises(ModelError, match="names no end-of-text token"):
+        load_examples(sft_config(home / "model", file, data={"held_out_fraction": 0.0}), other)
 
 
 # Chats, with the bundled model's template
@@ -277,7 +338,7 @@ CHAT = [
 
 def chat_data(chat, tmp_path, row, **data):
     file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps(row) + "\n")
+    file.write_text("".join(json.dumps(r) + "\n" for r in (row if isinstance(row, list) else [row])))
     return load_examples(make_config(SFTConfig(), data={"file": str(file), "held_out_fraction": 0.0, **data}), chat)
 
 
@@ -305,6 +366,55 @@ def test_a_prompt_and_its_completion_are_the_same_chat(chat, tmp_path):
     three = chat_data(chat, tmp_path, {"prompt": CHAT[:1], "completion": CHAT[1:2]})
     ids = [[r.completion.token_ids for g in d.of(d.train) for r in g.rollouts] for d in (one, two, three)]
     assert ids[0] == ids[1] == ids[2] and len({d.of(d.train)[0].prompt.token_ids for d in (one, two, three)}) == 1
+
+
+def test_with_all_turns_no_turn_has_its_prompt_on_both_sides(chat, tmp_path):
+    """Chats that begin alike stay together: their first turns are prompts too."""
+    rows = [{"messages": [*CHAT[:2], {"role": "user", "content": str(i)}, CHAT[3]]} for i in range(6)]
+    rows += [{"messages": CHAT[:2]}, {"messages": CHAT[2:]}]
+    data = chat_data(chat, tmp_path, rows, turns="all", held_out_fraction=0.5)
+    sides = [{g.prompt.token_ids for g in data.of(side)} for side in (data.train, data.held_out)]
+    assert all(sides) and not sides[0] & sides[1]
+    assert sorted(map(len, sides)) == [1, 7], "the first turn of seven chats, and six second ones"
+
+
+def test_each_trained_turn_is_looked_for_in_a_suite(chat, tmp_path):
+    data = chat_data(chat, tmp_path, {"messages": CHAT}, turns="all")
+    run = SimpleNamespace(config=SFTConfig(), steps=lambda: [1], read_groups=lambda step: data.of(data.train))
+    asked = [prompt_text(row["prompt"]) for row in _rows_of_run(run)]
+    assert asked == ["What is 1 + 1?", "What is 1 + 1?\nAnd 2 + 2?"]
+
+
+def test_an_empty_turn_is_not_trained_on(chat, tmp_path):
+    messages = [CHAT[0], {"role": "assistant", "content": ""}, *CHAT[2:]]
+    assert chat_data(chat, tmp_path, {"messages": messages}).train
+    with pytest.raises(DataError, match="row 1 of chat.jsonl: message 2 is an empty answer"):
+        chat_data(chat, tmp_path, {"messages": messages}, turns="all")
+
+
+def test_a_prompt_may_begin_the_answer(chat, tmp_path):
+    """As the engine continues it: the prompt is left open, and the completion is the rest of that turn."""
+    prompt = [*CHAT[:3], {"role": "assistant", "content": "It is"}]
+    data = chat_data(chat, tmp_path, {"prompt": prompt, "completion": " 4."}, turns="all")
+    groups = data.of(data.train)
+    asked = chat.apply_chat_template(CHAT[:3], tokenize=False, add_generation_prompt=True)
+    assert [g.prompt.text for g in groups][1:] == [asked + "It is"], "and its beginning is no answer of its own"
+    assert [chat.decode(g.rollouts[0].completion.token_ids) for g in groups] == ["2<|im_end|>", " 4.<|im_end|>"]
+
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ CONTENT }}<|im_end|>{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+
+
+def test_a_template_that_strips_spaces_is_fine_and_one_that_drops_thoughts_is_refused(chat, tmp_path):
+    row = {"prompt": "1+1", "completion": " <think>one and one</think>2\n"}
+    other = copy.deepcopy(chat)
+    other.chat_template = TEMPLATE.replace("CONTENT", "m.content | trim")
+    (group,) = chat_data(other, tmp_path, row).of(chat_data(other, tmp_path, row).train)
+    assert chat.decode(group.rollouts[0].completion.token_ids) == "<think>one and one</think>2<|im_end|>"
+    other.chat_template = TEMPLATE.replace("CONTENT", "m.content.split('</think>')[-1]")
+    with pytest.raises(DataError, match="row 1 of chat.jsonl: .* leaves out a part of the answer"):
+        chat_data(other, tmp_path, row)
 
 
 def test_pairs_may_share_their_prompt_implicitly(chat, tmp_path):
@@ -379,6 +489,8 @@ def test_pairs_of_a_run_are_the_recorded_tokens(home, train, tmp_path, no_pictur
         for g in RunDir.read(sampled.run_dir).read_groups(step)
         for r in g.rollouts
     }
+    rows = {json.dumps(p.row["prompt"]) for p in (*data.train, *data.held_out)}
+    assert rows <= {json.dumps(json.loads(line)["prompt"]) for line in (home / "rows.jsonl").read_text().splitlines()}
     for group in data.of((*data.train, *data.held_out)):
         better, worse = group.rollouts
         assert better.reward > worse.reward and better.completion.logprobs
@@ -392,6 +504,8 @@ def test_pairs_by_hand():
     assert found == [(0.9, 0.2), (0.9, 0.4)]
     assert [(a.completion.sample, b.completion.sample) for a, b in pairs(group, 1)] == [(1, 0)]
     assert not list(pairs(tiny.group("b", [1, 1, 1]), 2))
+    same = tiny.group("c", [1, 0], ids=[(2, EOS), (2, EOS)])
+    assert not list(pairs(same, 1)), "one text judged two ways is no preference"
 
 
 def test_pairs_of_another_tokenizer_are_refused(home, train, tmp_path):
@@ -408,6 +522,15 @@ def test_steps_come_from_epochs(home, rows, tmp_path, no_picture):
     config = sft_config(home / "model", rows / "sft.jsonl", tmp_path / "run", train={"steps": 0, "epochs": 1.5})
     result = train(config)
     assert RunDir.read(result.run_dir).config.train.steps == 4, "9 rows x 1.5 / 4, rounded up"
+
+
+def test_epochs_are_not_rounded_up_by_fp64(home, rows, tmp_path, no_picture):
+    """1.1 epochs of 10 rows are 11 steps of 1 row; in fp64 1.1 * 10 is a bit more than 11."""
+    lines = (rows / "sft.jsonl").read_text().splitlines(keepends=True)[:10]
+    (tmp_path / "ten.jsonl").write_text("".join(lines))
+    options = {"train": {"steps": 0, "epochs": 1.1, "batch_size": 1}, "data": {"held_out_fraction": 0.0}}
+    parts = ExampleParts(sft_config(home / "model", tmp_path / "ten.jsonl", tmp_path / "run", **options), ())
+    assert parts.config.train.steps == 11
 
 
 def test_fewer_rows_than_a_batch(home, rows, tmp_path):
@@ -441,3 +564,153 @@ def test_runs_of_sft_and_dpo_are_evaluated_on_a_named_suite(home, rows, tmp_path
     report = tinyllm.evaluate(run, out=str(tmp_path / "out"), machine={"threads": 1}, **options).report
     assert [found["prompt"] for found in report["overlap"]["found"]] == prompts[:1]
     assert report["results"][0]["prompts"] == 2
+
+
+# Held-out rows and trouble
+
+
+def test_held_out_likelihood_by_hand():
+    """Prompts are the clusters: two answers to one, and two turns of a chat, are one cluster each.
+
+    a: 1 + 2 over 1 + 1 tokens; b: 3 over 1; mean 6 / 3 = 2; se^2 = 2 / 1 ((3 - 4)^2 + (3 - 2)^2) / 9 = 4/9.
+    """
+    groups = [
+        tiny.group("a", [1], ids=[(2,)], prompt_ids=(5, 6)),
+        tiny.group("a-2", [1], ids=[(3,)], prompt_ids=(5, 6)),
+        tiny.group("b", [1], ids=[(4,)], prompt_ids=(7,)),
+    ]
+    losses = iter([1.0, 2.0, 3.0])
+    found = held_out_likelihood(groups, lambda rows: [torch.full((len(c),), -next(losses)) for _, c in rows])
+    half = 12.706205 * 2 / 3
+    assert found["loss"] == 2.0 and found["prompts"] == 3 and found["tokens"] == 3
+    assert (found["loss_low"], found["loss_high"]) == pytest.approx((2 - half, 2 + half), rel=1e-6)
+    turns = [tiny.group("a", [1], ids=[(2,)]), tiny.group("a/1", [1], ids=[(3,)], prompt_ids=(8,)), groups[2]]
+    losses = iter([1.0, 2.0, 3.0])
+    again = held_out_likelihood(turns, lambda rows: [torch.full((len(c),), -next(losses)) for _, c in rows])
+    assert again == found | {"prompts": 2}
+
+
+def test_held_out_preference_by_hand():
+    """Two pairs of one prompt with margins 2 and -1, and one of another with 0; beta 1, reference 0.
+
+    Losses ln(1 + e^-2), ln(1 + e), ln 2; the first two are one cluster.
+    """
+    groups = [
+        tiny.group("a", [1, 0], prompt_ids=(5, 6)),
+        tiny.group("a-2", [1, 0], prompt_ids=(5, 6)),
+        tiny.group("b", [1, 0], prompt_ids=(7,)),
+    ]
+    sides = iter([(-1.0, -3.0), (-2.0, -1.0), (-1.0, -1.0)])
+    objective = DPOObjective(make_config(DPOConfig(), objective={"beta": 1.0}))
+    found = held_out_preference(
+        groups,
+        objective,
+        lambda rows: [torch.tensor([x]) for x in next(sides)],
+        lambda rows: [torch.zeros(1) for _ in rows],
+    )
+    losses = [math.log1p(math.exp(-2)), math.log1p(math.exp(1)), math.log(2)]
+    mean = sum(losses) / 3
+    a, b = losses[0] + losses[1] - 2 * mean, losses[2] - mean
+    half = 12.706205 * math.sqrt(2 * (a * a + b * b)) / 3
+    assert found["prompts"] == 3 and found["loss"] == pytest.approx(mean, rel=1e-6)
+    assert (found["loss_low"], found["loss_high"]) == pytest.approx((mean - half, mean + half), rel=1e-5)
+    assert found["preference_accuracy"] == 0.5 and found["margin"] == pytest.approx(1 / 3)
+    assert found["chosen_reward"] == pytest.approx(-4 / 3) and found["rejected_reward"] == pytest.approx(-5 / 3)
+
+
+class Poisoned(Callback):
+    """Log-probabilities of the chosen steps are not finite, whatever the weights."""
+
+    def __init__(self, monkeypatch, *steps):
+        self.seen = 0
+        real = update.score
+
+        def score(policy, targets, temperature):
+            logp, entropy = real(policy, targets, temperature)
+            bad = torch.is_grad_enabled() and self.seen + 1 in steps
+            return (logp * math.nan if bad else logp), entropy
+
+        monkeypatch.setattr(update, "score", score)
+
+    def on_step(self, metrics, timing, groups):
+        self.seen = metrics["step"]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_step_that_is_not_finite_changes_nothing_and_three_stop_the_run(
+    home, rows, tmp_path, no_picture, monkeypatch, kind
+):
+    make = {"sft": sft_config, "dpo": dpo_config}[kind]
+    options = {"train": {"steps": 6}, "optimizer": {"name": "adamw", "lr": 1e-3}}
+    config = make(home / "model", rows / f"{kind}.jsonl", tmp_path / "run", **options)
+    with pytest.raises(TrainingStopped, match="3 steps in a row .* log-probability of token 0 .* of row 0, prompt"):
+        train(config, callbacks=[Poisoned(monkeypatch, 2, 4, 5, 6)])
+    lines = tiny.metrics(tmp_path / "run")
+    hashes = [line["hashes"]["weights"] for line in lines]
+    assert hashes[0] == hashes[1] != hashes[2] and hashes[2:] == [hashes[2]] * 4
+    assert [line["loss"] is None for line in lines] == [False, True, False, True, True, True]
+    assert lines[1]["tokens"] == 0 and lines[1]["updates"] == 0 and "row 0" in lines[1]["non_finite"]
+
+
+def test_a_held_out_loss_that_is_not_finite_stops_the_run_with_all_saved(home, rows, tmp_path, no_picture, monkeypatch):
+    config = sft_config(home / "model", rows / "sft.jsonl", tmp_path / "run", eval={"every": 2})
+    callback = Poisoned(monkeypatch)
+    real = update.score
+
+    def score(policy, targets, temperature):
+        logp, entropy = real(policy, targets, temperature)
+        return (logp if torch.is_grad_enabled() or callback.seen < 2 else logp * math.nan), entropy
+
+    monkeypatch.setattr(update, "score", score)
+    with pytest.raises(TrainingStopped, match="the held-out loss after step 2 is nan; lower optimizer.lr"):
+        train(config, callbacks=[callback])
+    assert RunDir.read(tmp_path / "run").checkpoints.steps() == [2]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_row_drawn_twice_in_a_step_replays_and_resumes(home, rows, tmp_path, no_picture, kind):
+    """9 rows in batches of 8: from step 2 on a step takes the end of one epoch and the beginning of the next."""
+
+    class Stop(Callback):
+        def on_step(self, metrics, timing, groups):
+            if metrics["step"] == 3:
+                raise RuntimeError("power cut")
+
+    make = {"sft": sft_config, "dpo": dpo_config}[kind]
+    options = {"train": {"steps": 5, "batch_size": 8}, "run": {"checkpoint_every": 2}}
+    whole = train(make(home / "model", rows / f"{kind}.jsonl", tmp_path / "whole", **options))
+    draws = [g.prompt.draw for step in range(1, 6) for g in tiny.groups_of(whole, step)]
+    assert 1 in draws
+    assert replay(whole.run_dir).divergence is None
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(make(home / "model", rows / f"{kind}.jsonl", tmp_path / "cut", **options), callbacks=[Stop()])
+    again = resume(tmp_path / "cut")
+    assert tiny.equal(tiny.weights(whole.model_dir), tiny.weights(again.model_dir))
+    assert (whole.run_dir / "metrics.jsonl").read_bytes() == (again.run_dir / "metrics.jsonl").read_bytes()
+
+
+def test_a_chosen_completion_that_is_a_prefix_of_the_rejected_one(home, tmp_path):
+    """1 <end> against 1 2 <end>, and a pair twice: what they share is computed once, and changes no gradient."""
+    rows = [{"prompt": "1+1=", "chosen": "1", "rejected": "12"}] * 2
+    rows.append({"prompt": "1+1=", "chosen": "12", "rejected": "1"})
+    file = tmp_path / "prefix.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    moves = []
+    for budget in (8, 2048):
+        options = {"train": {"tokens_per_microbatch": budget}, "data": {"held_out_fraction": 0.0}}
+        config = dpo_config(home / "model", file, objective={"beta": 0.5}, **options)
+        data = load_examples(config, tiny.tokenizer())
+        moved, result = one_step(config, data.of(data.train), model_scorer(Policy(llama(seed=1)), 1.0, 64))
+        moves.append(moved)
+    close(moves[0], moves[1])
+    policy, other, total = Policy(llama()), Policy(llama(seed=1)), torch.zeros(())
+    for group in data.of(data.train):
+        gains = [
+            dense_logprobs(policy, group.prompt.token_ids, r.completion.token_ids).sum()
+            - dense_logprobs(other, group.prompt.token_ids, r.completion.token_ids).sum().detach()
+            for r in group.rollouts
+        ]
+        total = total - torch.sigmoid(0.5 * (gains[0] - gains[1])).log()
+    (total / 3).backward()
+    close(moves[1], {n: p.grad for n, p in policy.model.named_parameters()})
+    assert result.loss == pytest.approx(total.item() / 3, rel=1e-5)

@@ -81,6 +81,8 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, Any], bool]:
     flat = parse_overrides(rest, SuiteConfig)
     if given_tasks:
         flat["task"] = tuple(given_tasks)
+    if verifiers:
+        flat["reward.functions"] = tuple(verifiers)
     config = overlay(SuiteConfig(), flat)
     if plan_only and not (config.task or config.data.file or config.data.dataset):
         raise ConfigError("--plan needs a suite: --task NAME, or --data FILE --verifier SPEC")

@@ -62,7 +62,8 @@ def _rows_of_run(run: RunDir) -> list[Mapping[str, Any]]:
     """What a run trains on: the prompts it draws from, or for SFT and DPO the rows of its record."""
     if not isinstance(run.config, GRPOConfig):
         recorded = (group.prompt for step in run.steps() for group in run.read_groups(step))
-        return [prompt.row for prompt in {prompt.id: prompt for prompt in recorded}.values()]
+        prompts = {prompt.id: prompt for prompt in recorded}.values()
+        return [{"prompt": prompt.messages or prompt.row["prompt"]} for prompt in prompts]  # each turn has its own
     plain = replace(run.config, data=replace(run.config.data, max_prompt_tokens=NO_LIMIT))
     return [prompt.row for prompt in tasks.load(plain, PlainTokenizer()).train]
 

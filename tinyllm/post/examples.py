@@ -11,7 +11,7 @@ import torch
 
 from tinyllm.config import DPOConfig, SFTConfig
 from tinyllm.configio import check
-from tinyllm.errors import ConfigError, DataError
+from tinyllm.errors import ConfigError, DataError, TrainingStopped
 from tinyllm.post.dpo import DPOStats
 from tinyllm.post.parts import Parts
 from tinyllm.post.source import PromptOrder, Source
@@ -59,7 +59,7 @@ class ExampleParts(Parts):
                 f"least {largest}"
             )
         if not train.steps:
-            steps = max(1, math.ceil(train.epochs * rows / train.batch_size))
+            steps = max(1, math.ceil(round(train.epochs * rows / train.batch_size, 6)))  # 1.1 * 10 is not 11 in fp64
             self.config = replace(config, train=replace(train, steps=steps))
             check(self.config)
 
@@ -85,47 +85,59 @@ class ExampleParts(Parts):
         def evaluate(step: int, _: Sequence[Group]) -> dict[str, Any] | None:
             if not groups:
                 return None
-            row = {"kind": "eval", "step": step}
             if self.config.kind == "sft":
-                return row | held_out_likelihood(groups, scorer)
-            assert self.reference is not None
-            return row | self._held_out_preference(groups, scorer, self.reference)
+                row = held_out_likelihood(groups, scorer)
+            else:
+                assert self.reference is not None
+                row = held_out_preference(groups, self.updater.objective, scorer, self.reference)
+            if not math.isfinite(row["loss"]):
+                raise TrainingStopped(
+                    f"the held-out loss after step {step} is {row['loss']}; lower optimizer.lr, or take another model "
+                    "or dtype if no step was made"
+                )
+            return {"kind": "eval", "step": step, **row}
 
         return evaluate
 
-    @torch.no_grad()
-    def _held_out_preference(self, groups: Sequence[Group], policy: Scorer, reference: Scorer) -> dict[str, Any]:
-        """Loss and implicit rewards of held-out pairs; each pair is a row of its own."""
-        objective: Any = self.updater.objective
-        losses, total = [], DPOStats()
-        for group in groups:
-            batch = replace(objective.batch([group]), denominator=1.0)
-            sequences = _sequences([group])
-            loss, stats = objective.loss(batch, (0, 1), policy(sequences), (), reference(sequences))
-            losses.append(loss.item())
-            total = total + stats
-        estimate = mean_per_token(losses, [1] * len(losses))
-        row = {"prompts": len(groups), "loss": estimate.value, "loss_low": estimate.low, "loss_high": estimate.high}
-        return row | objective.metrics(groups, batch, total, {})
-
 
 def held_out_likelihood(groups: Sequence[Group], scorer: Scorer) -> dict[str, Any]:
-    """Mean negative log-likelihood per token of held-out completions, with its interval; rows are the clusters."""
+    """Mean negative log-likelihood per token of held-out completions, with its interval; prompts are the clusters."""
     logp = scorer(_sequences(groups))
-    sums: dict[str, float] = {}
-    sizes: dict[str, int] = {}
+    first: dict[str, tuple[int, ...]] = {}
+    sums: dict[tuple[int, ...], float] = {}
+    sizes: dict[tuple[int, ...], int] = {}
     for (group, _), part in zip(_rollouts(groups), logp, strict=True):
-        row = group.prompt.id.partition("/")[0]  # the turns of a chat depend on each other
-        sums[row] = sums.get(row, 0.0) - part.sum(dtype=torch.float64).item()
-        sizes[row] = sizes.get(row, 0) + len(part)
+        # the turns of a chat depend on each other, and so do the answers to one prompt
+        prompt = first.setdefault(group.prompt.id.partition("/")[0], group.prompt.token_ids)
+        sums[prompt] = sums.get(prompt, 0.0) - part.sum(dtype=torch.float64).item()
+        sizes[prompt] = sizes.get(prompt, 0) + len(part)
     estimate = mean_per_token(list(sums.values()), list(sizes.values()))
     return {
-        "prompts": len(sums),
+        "prompts": len(first),
         "loss": estimate.value,
         "loss_low": estimate.low,
         "loss_high": estimate.high,
         "tokens": sum(sizes.values()),
     }
+
+
+@torch.no_grad()
+def held_out_preference(groups: Sequence[Group], objective: Any, policy: Scorer, reference: Scorer) -> dict[str, Any]:
+    """Loss and implicit rewards of held-out pairs, with the loss's interval; prompts are the clusters."""
+    total = DPOStats()
+    sums: dict[tuple[int, ...], float] = {}
+    sizes: dict[tuple[int, ...], int] = {}
+    for group in groups:
+        batch = replace(objective.batch([group]), denominator=1.0)
+        sequences = _sequences([group])
+        loss, stats = objective.loss(batch, (0, 1), policy(sequences), (), reference(sequences))
+        prompt = group.prompt.token_ids  # the pairs of a prompt depend on each other
+        sums[prompt] = sums.get(prompt, 0.0) + loss.item()
+        sizes[prompt] = sizes.get(prompt, 0) + 1
+        total = total + stats
+    estimate = mean_per_token(list(sums.values()), list(sizes.values()))
+    row = {"prompts": len(groups), "loss": estimate.value, "loss_low": estimate.low, "loss_high": estimate.high}
+    return row | objective.metrics(groups, batch, total, {})
 
 
 def _rollouts(groups: Sequence[Group]) -> Iterator[tuple[Group, Any]]:

@@ -145,7 +145,7 @@ class Trainer:
             raise TrainingStopped(
                 f"{progress.non_finite} steps in a row had a non-finite loss or gradient, last in "
                 f"{result.non_finite}; the weights are those before them. "
-                f"Lower optimizer.lr or check the rewards in {self.run.path}"
+                f"Lower optimizer.lr or check what was trained on, in {self.run.path}"
             )
         verdicts = [r.verdict for g in groups for r in g.rollouts]
         progress.unscored = 0 if any(v.value is not None for v in verdicts) else progress.unscored + 1

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.config import DPOConfig, SFTConfig
-from tinyllm.errors import DataError, RunError
+from tinyllm.errors import DataError, ModelError, RunError
 from tinyllm.hashing import hash_json
 from tinyllm.models import apply_template, load_config, render, stop_token_ids, tokenizer_hash
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
 from tinyllm.rundir import RunDir
-from tinyllm.tasks.files import Row, check_prompt, nearest, read_dataset, read_file
-from tinyllm.tasks.load import BadRows, disjoint, split, usable
+from tinyllm.tasks.files import Row, check_prompt, check_text, nearest, read_dataset, read_file
+from tinyllm.tasks.load import BadRows, disjoint, prompt_key, split, usable
 
 GIVEN = Revision(0, "given")
 """The revision of completions that no policy of ours sampled."""
@@ -61,6 +61,7 @@ def load_examples(config: SFTConfig | DPOConfig, tokenizer: Any) -> ExampleData:
     data.max_tokens, a chat that does not end with an answer, a pair of equal completions, rows on both sides.
     """
     data, bad = config.data, BadRows(config.data.on_bad_row)
+    key = _first_prompt_key if getattr(data, "turns", "last") == "all" else prompt_key
     writer = _Writer(tokenizer, config)
     check: Callable[[Row, str], None] = _check_pair if config.kind == "dpo" else _check_example
     make: Callable[[Row], list[Group]] = writer.pair if config.kind == "dpo" else writer.turns
@@ -77,9 +78,10 @@ def load_examples(config: SFTConfig | DPOConfig, tokenizer: Any) -> ExampleData:
         raise DataError("no rows to train on; give --data FILE.jsonl" + _or_run(config))
     if data.held_out:
         held_out = list(usable(read_file(data.held_out), data.columns, bad, check))
-        train = disjoint(rows, held_out, bad)
+        train = disjoint(rows, held_out, bad, key)
     else:
-        train, held_out = split(rows, data.held_out_fraction)
+        train, held_out = split(rows, data.held_out_fraction, key)
+    positions = getattr(load_config(config.model.name).get_text_config(), "max_position_embeddings", None)
     groups: dict[str, tuple[Group, ...]] = {}
     sides = []
     for part in (train, held_out):
@@ -87,7 +89,7 @@ def load_examples(config: SFTConfig | DPOConfig, tokenizer: Any) -> ExampleData:
         for place, row in part:
             try:
                 made = make(row)
-                _check_length(made, data.max_tokens)
+                _check_length(made, data.max_tokens, positions)
             except DataError as error:
                 bad.keep(f"{place}: {error}")
                 continue
@@ -100,6 +102,15 @@ def load_examples(config: SFTConfig | DPOConfig, tokenizer: Any) -> ExampleData:
         why = f"; skipped {len(bad.reasons)}, first: {bad.reasons[0]}" if bad.reasons else ""
         raise DataError(f"{name} has no rows to train on{why}; check it and --data.held_out_fraction")
     return ExampleData(name, sides[0], sides[1], groups, _content(sides, groups), tuple(bad.reasons))
+
+
+def _first_prompt_key(row: Row) -> str:
+    """Of a chat of which every answer is trained on, the first prompt: it must be on one side too."""
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return prompt_key(row)
+    end = next((i for i, m in enumerate(prompt[:-1]) if i and m["role"] == "assistant"), None)
+    return prompt_key({"prompt": prompt[:end]})
 
 
 def _or_run(config: Any) -> str:
@@ -141,10 +152,12 @@ def _drawn(group: Group, draw: int) -> Group:
     return Group(replace(group.prompt, draw=draw), rollouts)
 
 
-def _check_length(groups: Sequence[Group], limit: int) -> None:
+def _check_length(groups: Sequence[Group], limit: int, positions: int | None) -> None:
     longest = max(len(g.prompt.token_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
     if longest > limit:
         raise DataError(f"it has {longest} tokens, over data.max_tokens = {limit}; raise the limit or shorten it")
+    if positions is not None and longest > positions:
+        raise DataError(f"it has {longest} tokens, more than the model's {positions} positions; shorten it")
 
 
 # Rows of a file
@@ -163,11 +176,20 @@ def _check_example(row: Row, place: str) -> None:
             )
         if len(messages) < 2:
             raise DataError(f"{place}: its only message is the answer; put a user's message before it")
+        _check_turns(messages, place)
         row["prompt"] = messages[:-1]
         row["completion"] = messages.pop()["content"]
         del row["messages"]
     check_prompt(row, place)
+    if not isinstance(row["prompt"], str):
+        _check_turns(row["prompt"], place)
     _check_completion(row, place, "completion")
+
+
+def _check_turns(messages: Messages, place: str) -> None:
+    for number in range(1, len(messages)):
+        if messages[number - 1]["role"] == messages[number]["role"] == "assistant":
+            raise DataError(f"{place}: messages {number} and {number + 1} are both from assistant; join them")
 
 
 def _check_pair(row: Row, place: str) -> None:
@@ -197,6 +219,7 @@ def _check_completion(row: Row, place: str, name: str) -> None:
         value = value[0].get("content")
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{place}: {name!r} is not a text with something in it (nor one assistant message)")
+    check_text(value, place, repr(name))
     row[name] = value
 
 
@@ -213,16 +236,19 @@ class _Writer:
         """One group of one rollout for the completion, and with turns = "all" for every assistant turn before it."""
         prompt, answers = row["prompt"], [(row["prompt"], row["completion"])]
         if getattr(self.data, "turns", "last") == "all" and not isinstance(prompt, str):
-            earlier = [i for i, m in enumerate(prompt) if m["role"] == "assistant" and i]
+            earlier = [i for i, m in enumerate(prompt[:-1]) if m["role"] == "assistant" and i]
+            if empty := [i for i in earlier if not prompt[i]["content"].strip()]:
+                raise DataError(f"message {empty[0] + 1} is an empty answer, which data.turns = all would train on")
             answers = [(prompt[:i], prompt[i]["content"]) for i in earlier] + answers
         return [Group(self.prompt(before, row), (self.rollout(before, text, 1.0),)) for before, text in answers]
 
     def pair(self, row: Row) -> list[Group]:
         """One group: the chosen and the rejected completion, with rewards 1 and 0."""
+        prompt = self.prompt(row["prompt"], row)
         sides = (self.rollout(row["prompt"], row["chosen"], 1.0), self.rollout(row["prompt"], row["rejected"], 0.0))
         if sides[0].completion.token_ids == sides[1].completion.token_ids:
             raise DataError("'chosen' and 'rejected' have the same tokens; remove the row")
-        return [Group(self.prompt(row["prompt"], row), sides)]
+        return [Group(prompt, sides)]
 
     def prompt(self, before: str | Messages, row: Row) -> Prompt:
         text, ids = render(self.tokenizer, before, self.data.prompt_rule, self.data.system_prompt)
@@ -242,18 +268,38 @@ class _Writer:
         if self.stops & set(self.encode(text)):
             raise DataError("a completion has the text of a stop token in it; remove it, the token is added at the end")
         if not self.chat:
-            return (*self.encode(text), self.tokenizer.eos_token_id)
+            return self.ended(self.encode(text))
         messages = self.messages(before)
-        head = apply_template(self.tokenizer, messages, "asked")
-        whole = apply_template(self.tokenizer, [*messages, {"role": "assistant", "content": text}], "closed")
+        begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None  # the prompt begins it
+        answered = [*messages, {"role": "assistant", "content": (begun or "") + text}]
+        if begun is None:
+            head = apply_template(self.tokenizer, messages, "asked")
+        else:
+            head = apply_template(self.tokenizer, [*messages, {"role": "assistant", "content": begun}], "open")
+        whole = apply_template(self.tokenizer, answered, "closed")
         if not whole.startswith(head):
             raise DataError(
                 "the model's chat template writes an answer other than it asks for one, so there is no prompt to train "
                 "it after; give prompt and completion with --data.prompt_rule raw"
             )
-        ids = self.encode(whole[len(head) :])
+        written = whole[len(head) :]
+        if "".join(text.split()) not in "".join(written.split()):
+            raise DataError(
+                "the model's chat template leaves out a part of the answer, so it would not be trained on; give prompt "
+                "and completion with --data.prompt_rule raw"
+            )
+        ids = self.encode(written)
         end = next((i for i, token in enumerate(ids) if token in self.stops), None)
-        return tuple(ids[: end + 1]) if end is not None else (*ids, self.tokenizer.eos_token_id)
+        return tuple(ids[: end + 1]) if end is not None else self.ended(ids)
+
+    def ended(self, ids: Sequence[int]) -> tuple[int, ...]:
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            raise ModelError(
+                "the model's tokenizer names no end-of-text token, so a completion would have no end; set eos_token in "
+                "its tokenizer_config.json"
+            )
+        return (*ids, end)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
@@ -281,7 +327,8 @@ def _recorded(config: DPOConfig, tokenizer: Any) -> tuple[list[tuple[str, Row]],
             for number, pair in enumerate(pairs(group, config.data.pairs_per_group)):
                 name = f"step {step}, group {group.id}, pair {number}"
                 made[name] = Group(group.prompt, pair)
-                rows.append((name, {"prompt": group.prompt.text, "pair": name, "row": dict(group.prompt.row)}))
+                row = dict(group.prompt.row)
+                rows.append((name, {"prompt": row.get("prompt", group.prompt.text), "pair": name, "row": row}))
     if not rows:
         raise DataError(f"{run.path}: no group has finished completions with different rewards, so there are no pairs")
     return rows, lambda row: [made[row["pair"]]]
@@ -295,4 +342,5 @@ def pairs(group: Group, count: int) -> Iterator[tuple[Rollout, Rollout]]:
         chosen, rejected = ranked[number], ranked[-1 - number]
         if chosen.reward == rejected.reward:
             return
-        yield chosen, rejected
+        if chosen.completion.token_ids != rejected.completion.token_ids:  # a judge that is not of one mind
+            yield chosen, rejected

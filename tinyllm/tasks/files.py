@@ -115,7 +115,7 @@ def check_prompt(row: Row, place: str) -> None:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError(f"{place} has an empty prompt; remove the row or give --data.on_bad_row skip")
-        _check_text(prompt, place)
+        check_text(prompt, place)
         return
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{place} has no prompt (found {type(prompt).__name__}); give a text or a list of messages")
@@ -124,14 +124,14 @@ def check_prompt(row: Row, place: str) -> None:
             raise DataError(f"{place}: message {index} has no role; write {{'role': 'user', 'content': '...'}}")
         if not isinstance(message.get("content"), str):
             raise DataError(f"{place}: message {index} has no text content; only text messages can be trained on")
-        _check_text(message["content"], f"{place}: message {index}")
+        check_text(message["content"], f"{place}: message {index}")
 
 
-def _check_text(text: str, place: str) -> None:
+def check_text(text: str, place: str, part: str = "its prompt") -> None:
     """JSON can bring half a surrogate pair, which is no character: no tokenizer and no file takes it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place} has half a surrogate pair ({text[error.start]!a}) in its prompt; write whole characters"
+            f"{place} has half a surrogate pair ({text[error.start]!a}) in {part}; write whole characters"
         ) from None

@@ -184,25 +184,40 @@ def _plain(value: Any, place: str, column: str) -> Any:
     raise DataError(f"{place}: column {column!r} holds {type(value).__name__}, which cannot be recorded; remove it")
 
 
-def split(rows: list[tuple[str, Row]], fraction: float) -> tuple[list[tuple[str, Row]], list[tuple[str, Row]]]:
+def prompt_key(row: Row) -> str:
+    """Hash of the prompt; a chat of one user's message is the same prompt as its text."""
+    prompt = row["prompt"]
+    if isinstance(prompt, list) and len(prompt) == 1 and prompt[0]["role"] == "user":
+        prompt = prompt[0]["content"]
+    return hash_json(prompt)
+
+
+def split(
+    rows: list[tuple[str, Row]], fraction: float, key: Callable[[Row], str] = prompt_key
+) -> tuple[list[tuple[str, Row]], list[tuple[str, Row]]]:
     """By the hash of the prompt: rows with one prompt stay together, and adding rows moves no other row by more than
     rank."""
     if not fraction:
         return rows, []
-    keys = sorted({hash_json(row["prompt"]) for _, row in rows})
+    keys = sorted({key(row) for _, row in rows})
     count = max(1, round(fraction * len(keys)))
     kept = set(keys[:count])
     sides: tuple[list[tuple[str, Row]], list[tuple[str, Row]]] = ([], [])
     for place, row in rows:
-        sides[hash_json(row["prompt"]) in kept].append((place, row))
+        sides[key(row) in kept].append((place, row))
     return sides
 
 
-def disjoint(train: list[tuple[str, Row]], held_out: list[tuple[str, Row]], bad: BadRows) -> list[tuple[str, Row]]:
-    kept = {hash_json(row["prompt"]): place for place, row in held_out}
+def disjoint(
+    train: list[tuple[str, Row]],
+    held_out: list[tuple[str, Row]],
+    bad: BadRows,
+    key: Callable[[Row], str] = prompt_key,
+) -> list[tuple[str, Row]]:
+    kept = {key(row): place for place, row in held_out}
     usable = []
     for place, row in train:
-        twin = kept.get(hash_json(row["prompt"]))
+        twin = kept.get(key(row))
         if bad.keep(twin and f"{place} has the same prompt as held-out {twin}; remove one"):
             usable.append((place, row))
     return usable
