@@ -53,6 +53,7 @@ def write_rows(folder: Path, seed: int, examples: int, prompts: int, shifted: in
     """Write the four files. The suites are the same for every seed; what is trained on is drawn by it, half sums."""
     two_digits = ArithmeticConfig(operators=("+", "-"), operands=(10, 99), held_out=HELD_OUT)
     train, held_out = arithmetic.generate(two_digits)
+    random.Random("held out").shuffle(held_out)  # its first rows are watched in training
     random.Random(seed).shuffle(train)
     sums, differences = ([row for row in train if f" {operator} " in row["prompt"]] for operator in "+-")
     train = [row for pair in zip(sums, differences, strict=False) for row in pair]  # differences are rarer and harder
