@@ -102,6 +102,7 @@ def test_mean_per_token_by_hand():
     half = scipy_stats.t.ppf(0.975, 2) * math.sqrt(1.5 * (26 / 36)) / 6
     assert (found.value, found.low, found.high) == pytest.approx((13 / 6, 13 / 6 - half, 13 / 6 + half))
     assert stats.mean_per_token([3.0], [2]) == stats.Estimate(1.5, 1.5, 1.5)
+    assert stats.mean_per_token([0, 0, 6], [2, 2, 2]).low == 0.0 > stats.mean_per_token([-0.1, 0.1, 6], [2, 2, 2]).low
 
 
 def test_mean_per_token_of_equal_rows_is_the_t_interval():

@@ -113,7 +113,8 @@ def mean_per_token(sums: Sequence[float], sizes: Sequence[int], level: float = 0
     """A ratio of totals, m = sum_c s_c / sum_c n_c (negative log-likelihood per token), with its interval.
 
     se^2 = C / (C - 1) sum_c (s_c - m n_c)^2 / N^2 over C rows that are independent of each other, and the t quantile of
-    C - 1 degrees of freedom; for a single row the interval is the value, since nothing tells its spread.
+    C - 1 degrees of freedom; not below 0 where no sum is. For a single row the interval is the value, since nothing
+    tells its spread.
     Source: Cochran, Sampling Techniques (1977), eq. 6.13, with the correction for few rows.
     """
     total, count = float(sum(sizes)), len(sums)
@@ -122,7 +123,8 @@ def mean_per_token(sums: Sequence[float], sizes: Sequence[int], level: float = 0
         return Estimate(mean, mean, mean)
     squares = sum((s - mean * n) ** 2 for s, n in zip(sums, sizes, strict=True))
     half = _t_quantile(level, count - 1) * sqrt(count / (count - 1) * squares) / total
-    return Estimate(mean, mean - half, mean + half)
+    low = mean - half if min(sums) < 0 else max(0.0, mean - half)
+    return Estimate(mean, low, mean + half)
 
 
 def cluster_bootstrap(

@@ -185,7 +185,7 @@ def _overview(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str]) -
         blocks.append(_tiles(run))
         if len(runs) == 1 and (found := [f for f in findings(run, columns) if f["level"] != "ok"]):
             blocks.append(notes(found))
-    return [*blocks, charts(curves(runs, rollouts)), *_before_after(rollouts, names)]
+    return [*blocks, charts(curves(runs, rollouts)), *_before_after(runs, rollouts, names)]
 
 
 def _tiles(run: RunDir) -> Block:
@@ -224,11 +224,11 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
-def _before_after(rollouts: Columns, names: Sequence[str], count: int = 4) -> list[Block]:
-    """Completions of prompts that were sampled early and again late."""
+def _before_after(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str], count: int = 4) -> list[Block]:
+    """Completions of prompts that were sampled early and again late; none of runs whose completions are given."""
     blocks: list[Block] = []
-    for columns, name in zip(rollouts, names, strict=True):
-        if columns is None:
+    for run, columns, name in zip(runs, rollouts, names, strict=True):
+        if columns is None or run.manifest.get("kind", "grpo") != "grpo":
             continue
         seen: dict[str, list[int]] = {}
         for group, prompt in enumerate(columns.texts["prompt_id"]):
@@ -281,7 +281,7 @@ def _stages(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str]) -> 
     blocks.append(
         table(["stage", "kind", "step", "score, 95% interval", "loss", "KL"], rows) if rows else text("None was made.")
     )
-    return [*blocks, *_before_after(rollouts, names)]
+    return [*blocks, *_before_after(runs, rollouts, names)]
 
 
 def _record(run: RunDir, name: str) -> list[Block]:
