@@ -77,6 +77,8 @@ def test_failed_completions_are_left_out_and_bounded():
     assert line["if_failed"] == [2 / 6, 5 / 6]
     assert (line["prompts"], line["completions"]) == (2, 3)
     assert line["pass"]["2"]["value"] == 1.0, "only prompts with two scored samples"
+    by_prompt = stats.accuracy([1, 1, 0], ["a", "a", "b"])
+    assert interval(line["score"]) == (by_prompt.value, by_prompt.low, by_prompt.high)
     nothing = measure.summarize([answers("c", [], failed=2)], 2)
     assert nothing["score"] is None and nothing["failed"] == 1.0
 
@@ -103,9 +105,10 @@ def test_what_counts_of_a_completion():
         ),
     )
     found = measure.answers_of(group, "c")
-    assert found == Answers("p", "c", (1.0, 0.0, 0.0, 0.0), ("7", "8", None, None), 1, 1, 1, 10, True)
+    assert found == Answers("p", "c", (1.0, 0.0, 0.0, 0.0), ("7", "8", None, None), 1, 1, 1, 8, True)
     line = measure.summarize([found], 5)
     assert (line["truncated"], line["unreadable"], line["failed"]) == (0.2, 0.2, 0.2), "each is one of five"
+    assert line["completion_tokens"] == 2.0, "each of the four that are scored has two"
 
 
 def test_a_reward_between_is_a_reward_and_outside_is_refused():
@@ -153,6 +156,7 @@ def test_samples_and_clusters_are_permuted_by_cluster():
     joined = [Answers(**{**row.__dict__, "label": int(row.prompt_id) // 2}) for row in a]
     _, line = measure.compare(joined, b, 2)
     assert line["p"] == 2 / 2**3 and line["wins"] == 3
+    assert line["detectable"] == stats.detectable_difference(3, 1.0, 2), "three facts, not six"
     ragged = [answers("0", [1], failed=1), *b[1:]]
     assert measure.compare(a, ragged, 2)[1]["p"] == 2 / 2**6
 

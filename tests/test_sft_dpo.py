@@ -275,6 +275,10 @@ def test_the_hash_of_the_data_is_of_tokens_and_sides(home, tmp_path):
     hashes = {example(many, home, tmp_path, held_out_fraction=share).hash for share in (0.0, 0.25, 0.5)}
     system = example(many, home, tmp_path, system_prompt="x").hash
     assert len(hashes) == 3 and system not in hashes
+    file = tmp_path / "last.jsonl"
+    file.write_text(json.dumps(many[7]) + "\n")
+    aside = example(many[:7], home, tmp_path, held_out=str(file))
+    assert aside.hash != example(many, home, tmp_path).hash, "the same rows in the same order"
 
 
 def test_bounds_of_a_row_hold_it_exactly(home, tmp_path):
@@ -436,6 +440,9 @@ def test_an_sft_run_learns_replays_and_resumes(home, rows, tmp_path, no_picture)
     assert result.before and result.after
     assert result.after["loss"] < result.before["loss"]
     assert result.before["loss_low"] < result.before["loss"] < result.before["loss_high"]
+    data = load_examples(RunDir.read(result.run_dir).config, tiny.tokenizer())
+    by_hand = held_out_likelihood(data.of(data.held_out), model_scorer(Policy(llama()), 1.0, 64))
+    assert by_hand == {name: result.before[name] for name in by_hand}
     lines = tiny.metrics(result.run_dir)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and "reward_mean" not in lines[0]
     played = replay(result.run_dir)

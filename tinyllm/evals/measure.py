@@ -35,6 +35,7 @@ class Answers:
     unreadable: int
     """Whole, but without an answer."""
     tokens: int
+    """Of the completions that have a score."""
     judged_right: bool
     """Whether the verifier says right and wrong (1 and 0), rather than a reward between."""
 
@@ -67,7 +68,7 @@ def answers_of(group: Group, label: Hashable) -> Answers:
         failed=len(group.rollouts) - len(scored),
         truncated=sum(r.completion.finish_reason == "length" for r in group.rollouts),
         unreadable=sum(r.verdict.answer is None for r in whole) if judged_right else 0,
-        tokens=sum(len(r.completion.token_ids) for r in group.rollouts),
+        tokens=sum(len(r.completion.token_ids) for r in scored),
         judged_right=judged_right,
     )
 
