@@ -81,22 +81,29 @@ def _without_signal(steps: list[dict[str, Any]], step: int) -> bool:
     return any(row["step"] == step and row["zero_advantage"] == 1.0 for row in steps)
 
 
+def _answers(folder: Path, suite: str, name: str) -> list[measure.Answers]:
+    """What one model answered, from the record."""
+    path = folder / "evals" / suite / "rollouts" / f"{MODELS.index(name) + 1}.parquet"
+    return [measure.answers_of(group, group.prompt.id) for group in read_table(path).groups]
+
+
 def _evaluations(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:
     for suite in SUITES:
-        for number, name in enumerate(MODELS, 1):
-            said = result["suites"][suite]["results"][name]["score"]
-            groups = read_table(folder / "evals" / suite / "rollouts" / f"{number}.parquet").groups
-            again = measure.summarize([measure.answers_of(group, group.prompt.id) for group in groups], 1)
+        for name in MODELS:
+            again = measure.summarize(_answers(folder, suite, name), 1)
             score = again["score"]
             told = f"{score['value']:.3f} [{score['low']:.3f}, {score['high']:.3f}] of {again['prompts']} prompts"
-            yield Finding(said == score, f"{suite}: {name}", told)
+            yield Finding(result["suites"][suite]["results"][name]["score"] == score, f"{suite}: {name}", told)
 
 
 def _comparisons(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:
-    pairs = {c["b"]: c for c in result["suites"]["held_out"]["comparisons"] if c["a"] == "grpo"}
+    said = {c["b"]: c for c in result["suites"]["held_out"]["comparisons"] if c["a"] == "grpo"}
     for name in ("sft", "dpo"):
-        d = pairs[name]["difference"]
-        yield Finding(d["low"] <= d["value"] <= d["high"], f"grpo against {name}", pairs[name]["sentence"])
+        pair = measure.compare(_answers(folder, "held_out", "grpo"), _answers(folder, "held_out", name), 1)
+        same = pair is not None and all(
+            said[name][key] == pair[1][key] for key in ("difference", "p", "wins", "losses")
+        )
+        yield Finding(same, f"grpo against {name}", said[name]["sentence"])
 
 
 def _report(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:

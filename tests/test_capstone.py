@@ -133,13 +133,16 @@ def test_the_outcome_has_every_stage_and_both_suites(made):
     assert "Capstone, seed 0" in page
 
 
-@pytest.mark.parametrize("fault", ["score", "quantity", "stage", "weights", "page"])
+@pytest.mark.parametrize("fault", ["score", "difference", "quantity", "stage", "weights", "page"])
 def test_a_capstone_that_is_not_what_it_says_is_found(made, tmp_path, fault, capsys):
     folder = tmp_path / "out"
     shutil.copytree(made / "out", folder)
     result = read_json(folder / "capstone.json")
     if fault == "score":
         result["suites"]["held_out"]["results"]["grpo"]["score"]["value"] += 0.01
+    elif fault == "difference":
+        pair = next(c for c in result["suites"]["held_out"]["comparisons"] if c["b"] == "sft")
+        pair["difference"]["low"] -= 0.01
     elif fault == "quantity":
         result["quantities"]["reward"]["value"] += 0.001
     elif fault == "stage":

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tinyllm.capstone.outcome import evaluate_stages, summary_lines, write_page
-from tinyllm.capstone.rows import Rows, write_rows
+from tinyllm.capstone.rows import write_rows
 from tinyllm.capstone.stages import Plan, run_stages, stages
 from tinyllm.errors import RunError
 from tinyllm.files import read_json, write_errors, write_json
@@ -30,10 +30,9 @@ def capstone(plan: Plan, out: str | Path | None = None) -> Path:
     elif others:
         raise RunError(f"{path} holds other files ({others[0]}); choose an empty or new folder with --out")
     else:
-        write_rows(path / "rows", plan.seed, plan.examples, plan.prompts, plan.shifted)
         write_json(path / "plan.json", {"plan": asdict(plan)})
+    rows = write_rows(path / "rows", plan.seed, plan.examples, plan.prompts, plan.shifted)  # the same each time
     print(f"capstone of {plan.model}, seed {plan.seed}, in {path}", flush=True)
-    rows = Rows(path / "rows")
     made = stages(plan, rows, path)
     run_stages(made, lambda: [show_progress()], lambda line: print(f"\n{line}", flush=True))
     print("\nevaluation of every stage", flush=True)
