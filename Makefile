@@ -1,6 +1,6 @@
 # make run       train the bundled model on arithmetic (ARGS="--train.steps 5" changes any option)
 # make test      every fast test; make test-all: lint and slow tests too; make lint: ruff and mypy
-# make capstone  base -> SFT -> DPO -> GRPO with an evaluation of each (ARGS="--seed 1"; about 15 minutes on two cores)
+# make capstone  base -> SFT -> DPO -> GRPO with an evaluation of each (ARGS="--seed 1"; about 20 minutes on two cores)
 # make crash     kill runs at 200 random points and resume each; make fuzz: fuzz the verifiers' readers
 # make clean     remove the virtual environment and caches (never runs/)
 # What is missing is installed into .venv first, in the versions of constraints.txt. PYTHON=/path/to/python chooses Python.
