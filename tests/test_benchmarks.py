@@ -76,6 +76,7 @@ def test_a_wrong_option_is_one_line(name, words, message, monkeypatch, capsys):
     assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_against_trl(model, tmp_path):
     out = tmp_path / "vs.json"
     words = ["--model", model, "--tables", "short", "--configurations", "fp32:64", "--repetitions", 1, "--out", out]
@@ -95,6 +96,7 @@ def test_against_trl(model, tmp_path):
     assert short["times_floor"] == pytest.approx(short["step_s"]["median"] / short["floor_total_s"])
 
 
+@pytest.mark.slow
 def test_learning(job, tmp_path):
     out = tmp_path / "learning.json"
     trl = ["--trl-batch", 4] if HAS_TRL else ["--no-trl"]

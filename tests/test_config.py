@@ -98,7 +98,7 @@ def test_overrides(words, name, value):
         ("steps 5", ["'steps'", "--name value"]),
         ("--data x.jsonl --dataset y", ["data.file", "data.dataset"]),
         ("--weights 1,2 --reward a:b", ["reward.weights", "1 in all"]),
-        ("--warmup_steps 50", ["optimizer.warmup_steps", "train.steps = 24"]),
+        ("--warmup_steps 50", ["optimizer.warmup_steps", "train.steps = 36"]),
         ("--trackers mlflow", ["run.trackers", "tensorboard|wandb|trackio"]),
     ],
 )

@@ -55,6 +55,7 @@ def test_the_main_job_is_the_defaults():
     assert load_toml(EXAMPLES / "arithmetic.toml") == GRPOConfig()
 
 
+@pytest.mark.slow
 def test_the_main_job_on_the_bundled_model(tmp_path):
     """One small step of the real thing: sampler and trainer agree bit for bit, and what is saved loads elsewhere."""
     path = tmp_path / "run"

@@ -15,7 +15,8 @@ from browser import Page, chromium
 from run_samples import RunDir, manifest
 
 from tinyllm.cli import main
-from tinyllm.config import GRPOConfig, ModelConfig
+from tinyllm.config import CONFIGS, GRPOConfig, ModelConfig
+from tinyllm.configio import to_dict
 from tinyllm.errors import ConfigError
 from tinyllm.htmlreport import Section, write_html
 from tinyllm.htmlreport.columns import read_rollouts
@@ -56,6 +57,11 @@ def make_group(step: int, number: int, shift: float = 0.0) -> Group:
         )  # fmt: skip
         rollouts.append(Rollout(completion, verdict))
     return Group(prompt, tuple(rollouts))
+
+
+def manifest_of(kind: str) -> dict:
+    """The manifest of a run of this kind, with its own options."""
+    return manifest() | {"kind": kind, "config": to_dict(CONFIGS[kind]())}
 
 
 def make_run(
@@ -104,7 +110,7 @@ def page_file(run) -> Path:
     return write_html(run.path / "report.html", [run])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
     with chromium() as running:
         yield running
@@ -404,7 +410,7 @@ def test_findings_are_plain_words_with_numbers(run):
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_runs_of_other_kinds(tmp_path, kind):
     """No rewards, no rollouts, keys that are missing or None; whatever is a number is drawn."""
-    with RunDir.create(tmp_path / kind, manifest() | {"kind": kind}) as run:
+    with RunDir.create(tmp_path / kind, manifest_of(kind)) as run:
         run.log({"step": 0, "kind": "eval", "loss": 2.0, "loss_low": 1.9, "loss_high": 2.1})
         for step in range(1, 4):
             extra = {"margin": 0.1 * step, "preference_accuracy": 0.6, "chosen_reward": None} if kind == "dpo" else {}
@@ -420,7 +426,7 @@ def test_runs_of_other_kinds(tmp_path, kind):
 
 @pytest.mark.parametrize(("kind", "said"), [("grpo", True), ("sft", False)])
 def test_only_what_is_sampled_can_be_too_sure(tmp_path, kind, said):
-    with RunDir.create(tmp_path / kind, manifest() | {"kind": kind}) as run:
+    with RunDir.create(tmp_path / kind, manifest_of(kind)) as run:
         for step in range(1, 9):
             run.log({"step": step, "entropy": 2.0 / 10**step, **({"reward_mean": 0.5} if kind == "grpo" else {})})
     found = findings(RunDir.read(tmp_path / kind), None)
@@ -428,7 +434,7 @@ def test_only_what_is_sampled_can_be_too_sure(tmp_path, kind, said):
 
 
 def test_stages_of_a_pipeline(browser, run, tmp_path):
-    with RunDir.create(tmp_path / "sft", manifest() | {"kind": "sft"}) as sft:
+    with RunDir.create(tmp_path / "sft", manifest_of("sft")) as sft:
         sft.log({"step": 1, "loss": 2.0})
     stages = [RunDir.read(tmp_path / "sft"), run]
     extra = [Section("Summary", [table(["stage", "accuracy"], [["sft", 0.25]])])]
