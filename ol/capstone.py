@@ -55,8 +55,9 @@ def _stages(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:
     for name, kind in KINDS.items():
         run = runs[name]
         done = run.metrics("train")[-1]["step"] if run.metrics("train") else 0
-        whole = run.manifest["kind"] == kind and done == run.config.train.steps and (run.path / "model").is_dir()
-        yield Finding(whole, name, f"{kind}, {done} of {run.config.train.steps} steps, model saved")
+        saved, steps = (run.path / "model").is_dir(), run.config.train.steps
+        told = f"{run.manifest['kind']}, {done} of {steps} steps, model {'saved' if saved else 'missing'}"
+        yield Finding(run.manifest["kind"] == kind and done == steps and saved, name, told)
     for name, before in STARTS.items():
         ended = runs[before].metrics("train")[-1]["hashes"]["weights"]
         began = runs[name].manifest["hashes"]["weights"]
