@@ -126,10 +126,10 @@ def _accuracy(axis: Any, train: Rows, evals: Rows) -> None:
         )
 
 
-def _from_zero(axis: Any) -> None:
-    """The y axis from 0 to a little above the curves."""
-    highest = max((max(line.get_ydata()) for line in axis.lines), default=0)
-    axis.set_ylim(0, highest * 1.08 or 1)
+def _from_zero(axis: Any, highest: float = 0.0) -> None:
+    """The y axis from 0 to a little above the curves, and above `highest`."""
+    top = max((max(line.get_ydata()) for line in axis.lines), default=0)
+    axis.set_ylim(0, max(top, highest) * 1.08 or 1)
 
 
 def _kl(axis: Any, train: Rows, evals: Rows) -> None:
@@ -140,7 +140,7 @@ def _kl(axis: Any, train: Rows, evals: Rows) -> None:
     bounds = ([row[f"kl_{end}"] for row in bands] for end in ("low", "high"))
     axis.fill_between([row["step"] for row in bands], *bounds, color=ORANGE, alpha=0.15, linewidth=0)
     if axis.lines:
-        _from_zero(axis)
+        _from_zero(axis, max((row["kl_high"] for row in bands), default=0.0))
         axis.legend()
 
 
