@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tinyllm.capstone.outcome import RESULT, SUITES, quantities
+from tinyllm.capstone.outcome import MODELS, QUANTITIES, RESULT, SUITES, quantities
 from tinyllm.errors import RunError, TinyLLMError, UserError
 from tinyllm.evals import measure
 from tinyllm.files import read_json
@@ -20,9 +20,8 @@ from tinyllm.rundir import RunDir
 KINDS = {"1-sft": "sft", "2-pairs": "grpo", "3-dpo": "dpo", "4-grpo": "grpo"}
 STARTS = {"2-pairs": "1-sft", "3-dpo": "1-sft", "4-grpo": "3-dpo"}
 """Whose final weights a stage starts from."""
-MODELS = ("grpo", "dpo", "sft", "base")
+ANSWERED = (*MODELS, "base")
 """In the order of the evaluations' record."""
-QUANTITIES = ("reward", "kl", "clip_fraction", "rollout_revision")
 
 
 class Finding(NamedTuple):
@@ -84,13 +83,13 @@ def _without_signal(steps: list[dict[str, Any]], step: int) -> bool:
 
 def _answers(folder: Path, suite: str, name: str) -> list[measure.Answers]:
     """What one model answered, from the record."""
-    path = folder / "evals" / suite / "rollouts" / f"{MODELS.index(name) + 1}.parquet"
+    path = folder / "evals" / suite / "rollouts" / f"{ANSWERED.index(name) + 1}.parquet"
     return [measure.answers_of(group, group.prompt.id) for group in read_table(path).groups]
 
 
 def _evaluations(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:
     for suite in SUITES:
-        for name in MODELS:
+        for name in ANSWERED:
             again = measure.summarize(_answers(folder, suite, name), 1)
             score = again["score"]
             told = f"{score['value']:.3f} [{score['low']:.3f}, {score['high']:.3f}] of {again['prompts']} prompts"

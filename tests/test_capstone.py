@@ -121,6 +121,18 @@ def test_stages_start_from_each_others_weights_and_the_record_agrees(made, capsy
     assert "C2 complete" in capsys.readouterr().out
 
 
+def test_a_run_at_learning_rate_0_samples_and_leaves_the_weights(made):
+    run = RunDir.read(made / "out" / "2-pairs")
+    hashes = {row["hashes"]["weights"] for row in run.metrics("train")}
+    assert hashes == {run.manifest["hashes"]["weights"]} and any(row["updates"] for row in run.metrics("train"))
+
+
+def test_every_stages_own_rows_are_looked_for_in_the_suite(made):
+    overlap = read_json(made / "out" / "capstone.json")["suites"]["held_out"]["overlap"]
+    checked = {Path(part["train"]).name: part["prompts"] for part in overlap["checked"]}
+    assert checked.keys() == {"1-sft", "3-dpo", "4-grpo"} and min(checked.values()) > 0 and overlap["found"] == []
+
+
 def test_the_outcome_has_every_stage_and_both_suites(made):
     result = read_json(made / "out" / "capstone.json")
     for suite in ("held_out", "shifted"):

@@ -6,6 +6,7 @@ import math
 import shutil
 
 import pytest
+import tiny
 import torch
 from tiny import (
     VOCABULARY,
@@ -28,6 +29,7 @@ from tinyllm import models
 from tinyllm.callbacks import Callback
 from tinyllm.errors import ConfigError, DataError, RewardError, RunError, TinyLLMError, TrainingStopped
 from tinyllm.post import update
+from tinyllm.post.evaluation import start_kl
 from tinyllm.post.run import resume
 from tinyllm.rundir import RunDir
 
@@ -165,6 +167,19 @@ def test_evaluation_changes_nothing_in_training(train):
     assert metrics(always.run_dir) == metrics(never.run_dir)
     assert rollouts(always.run_dir) == rollouts(never.run_dir)
     assert equal(weights(always.model_dir), weights(never.model_dir))
+
+
+def test_kl_to_the_start_by_hand():
+    """k3 = e^d - 1 - d of d = start - policy: 0 for equal tokens, e^-1 for d = -1. Two completions of a: e^-1 and 0 over
+    2 tokens; one of b: 0 over 1; mean e^-1 / 3. Groups are the clusters: se^2 = 2 / 1 x 2 (e^-1 / 3)^2 / 9, t(1) = 12.706.
+    """
+    groups = [tiny.group("a", [1, 0], ids=[(2,), (3,)]), tiny.group("b", [1], ids=[(4,)])]
+    policy = [r.completion.logprobs[0] for g in groups for r in g.rollouts]
+    start = [torch.tensor([policy[0] - 1]), torch.tensor([policy[1]]), torch.tensor([policy[2]])]
+    found = start_kl(groups, lambda sequences: start)
+    mean = math.exp(-1) / 3
+    assert found["kl"] == pytest.approx(mean, rel=1e-6)
+    assert found["kl_high"] == pytest.approx(mean + 12.706205 * 2 * mean / 3, rel=1e-5) and found["kl_low"] == 0.0
 
 
 def test_evaluation_measures_the_kl_to_the_start(train):

@@ -17,6 +17,9 @@ from tinyllm.rollouts import read_table
 from tinyllm.rundir import RunDir
 
 SUITES = ("held_out", "shifted")
+MODELS = {"grpo": "4-grpo", "dpo": "3-dpo", "sft": "1-sft"}
+"""Which run ends in the model of each name, the last one first: it is compared with the others, and with base."""
+QUANTITIES = ("reward", "kl", "clip_fraction", "rollout_revision")
 RESULT = "capstone.json"
 SHOWN = 8
 """Prompts whose completions are shown, before and after."""
@@ -29,9 +32,8 @@ def evaluate_stages(
 
     What is evaluated already is read back. Writes and returns capstone.json.
     """
-    by_name = {stage.name: stage for stage in stages}
-    named = {"grpo": by_name["4-grpo"], "dpo": by_name["3-dpo"], "sft": by_name["1-sft"]}
-    models = {name: str(stage.model) for name, stage in named.items()} | {"base": plan.model}
+    folders = {stage.name: stage.folder for stage in stages}
+    models = {name: str(folders[run]) for name, run in MODELS.items()} | {"base": plan.model}
     suites = {}
     for suite in SUITES:
         folder = out / "evals" / suite
@@ -41,7 +43,6 @@ def evaluate_stages(
                 "data.system_prompt": SYSTEM_PROMPT,
                 "reward.functions": (VERIFIER,),
                 "answer.max_new_tokens": MAX_NEW_TOKENS,
-                "train": str(rows.prompts),
                 "machine.threads": plan.threads,
                 "out": str(folder),
             }
@@ -52,7 +53,7 @@ def evaluate_stages(
         "model": plan.model,
         "stages": [{"name": stage.name, "kind": stage.config.kind} for stage in stages],
         "suites": suites,
-        "quantities": quantities(RunDir.read(by_name["4-grpo"].folder)),
+        "quantities": quantities(RunDir.read(folders["4-grpo"])),
     }
     write_json(out / RESULT, result)
     return result
@@ -66,7 +67,7 @@ def _named(report: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
             sentence = sentence.replace(path, name)
         return sentence
 
-    order = ["base", "sft", "dpo", "grpo"]
+    order = ["base", *reversed(MODELS)]
     results = {names[line["model"]]: line for line in report["results"] if line["task"] == report["results"][0]["task"]}
     comparisons = [
         {**line, "a": names[line["a"]], "b": names[line["b"]], "sentence": say(line["sentence"])}
@@ -109,7 +110,7 @@ def quantities(run: RunDir) -> dict[str, Any]:
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
     """The outcome in plain lines: a table of accuracies, and what differs."""
     lines = [f"{'':10}" + "".join(f"{suite.replace('_', '-'):>26}" for suite in SUITES)]
-    for name in ("base", "sft", "dpo", "grpo"):
+    for name in ("base", *reversed(MODELS)):
         cells = [_score(result["suites"][suite]["results"][name]) for suite in SUITES]
         lines.append(f"{name:10}" + "".join(f"{cell:>26}" for cell in cells))
     lines.append("")
@@ -160,7 +161,7 @@ def _outcome(result: Mapping[str, Any]) -> list[Block]:
 
 def _figures(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     items = []
-    for name in ("reward", "kl", "clip_fraction", "rollout_revision"):
+    for name in QUANTITIES:
         q, digits = found[name], 0 if name == "rollout_revision" else 3
         band = f"95% interval {q['low']:.{digits}f} to {q['high']:.{digits}f}"
         if name == "rollout_revision":

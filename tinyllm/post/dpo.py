@@ -53,7 +53,7 @@ def dpo_loss(
     loss = each.sum() / (len(margin) if denominator is None else denominator)
     with torch.no_grad():
         wins = (margin > 0).sum() + 0.5 * (margin == 0).sum()
-        sums = (wins, margin.sum(), beta * gain_chosen.sum(), beta * gain_rejected.sum(), each.sum())
+        sums = (wins, margin.sum(), beta * gain_chosen.sum(), beta * gain_rejected.sum())
         stats = DPOStats(float(len(margin)), *(float(x) for x in sums))
     return loss, stats
 
@@ -69,7 +69,6 @@ class DPOStats:
     chosen_sum: float = 0.0
     rejected_sum: float = 0.0
     """Implicit rewards, beta times the log-ratio to the reference."""
-    loss_sum: float = 0.0
     tokens: float = 0.0
 
     def __add__(self, other: DPOStats) -> DPOStats:

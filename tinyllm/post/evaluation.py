@@ -31,7 +31,7 @@ def evaluator(
         if not prompts:
             return None
         row: dict[str, Any] = {"kind": "eval", "step": step}
-        row |= _start_kl(groups, reference()) if step else dict.fromkeys(("kl", "kl_low", "kl_high"), 0.0)
+        row |= start_kl(groups, reference()) if step else dict.fromkeys(("kl", "kl_low", "kl_high"), 0.0)
         judged = collect_groups(engine, prompts, params, lambda p, c: verify(p, c, step))
         rollouts = [r for g in judged for r in g.rollouts]
         scored = [r.verdict for r in rollouts if r.verdict.value is not None]
@@ -50,7 +50,7 @@ def evaluator(
     return evaluate
 
 
-def _start_kl(groups: Sequence[Group], reference: Scorer | None) -> dict[str, float | None]:
+def start_kl(groups: Sequence[Group], reference: Scorer | None) -> dict[str, float | None]:
     """Mean k3 estimate of KL(sampling policy || start policy) per token of `groups`, with its 95% interval by group."""
     sequences, sampled, owners = [], [], []
     for owner, group in enumerate(groups):
