@@ -34,7 +34,7 @@ def overview(commands: Mapping[str, Command]) -> str:
             table(rows, indent=2),
             "",
             bold("Examples"),
-            "  tinyllm grpo                          the bundled model on arithmetic, a few minutes on two cores",
+            "  tinyllm grpo                          the bundled model on arithmetic, about ten minutes on two cores",
             *(f"  {example}" for example in examples[:3]),
             "",
             "Each command explains itself: tinyllm COMMAND --help",
