@@ -37,7 +37,9 @@ class Reply:
     """Close the connection without an answer."""
 
 
-def draw(prompt: Sequence[int], key: int, limit: int, stops: Sequence[int], shift: float) -> tuple[list[int], list[float], str]:
+def draw(
+    prompt: Sequence[int], key: int, limit: int, stops: Sequence[int], shift: float
+) -> tuple[list[int], list[float], str]:
     """Ids from the key alone (greedy: from the prompt), log-probabilities from ids, prompt and the weights' shift."""
     ids: list[int] = []
     while len(ids) < limit:
@@ -71,7 +73,9 @@ class Scripted(ThreadingHTTPServer):
         """False: says ok to an update and changes nothing."""
         self.says: dict[str, Reply] = options.pop("says", {})
         """Route -> what to answer instead."""
-        self.weights: Callable[[str], float] = options.pop("weights", lambda path: float((Path(path) / "shift").read_text()))
+        self.weights: Callable[[str], float] = options.pop(
+            "weights", lambda path: float((Path(path) / "shift").read_text())
+        )
         self.convention = options.pop("convention", "after temperature")
         self.seeds = options.pop("seeds", True)
         """True, False (ignored) or "dies"."""
@@ -172,7 +176,9 @@ class _Handler(BaseHTTPRequestHandler):
 # Answers
 
 
-def _numbers(server: Scripted, prompt: list[int], limit: int, stops: list[int], temperature: float, key: int | None, shift: float) -> Any:
+def _numbers(
+    server: Scripted, prompt: list[int], limit: int, stops: list[int], temperature: float, key: int | None, shift: float
+) -> Any:
     seeded = key is not None and server.seeds is True
     number = key if seeded and temperature else sum(prompt) if not temperature else len(server.sampled) * 7919
     return draw(prompt, number, limit, stops, shift)
@@ -247,7 +253,9 @@ def _missing(server: Scripted, body: Any, path: str) -> Any:
 
 def _models(server: Scripted, body: Any, path: str) -> Any:
     data = [{"id": name, "owned_by": server.kind, "max_model_len": server.max_length} for name in server.names]
-    return {"data": data + [{"id": name, "owned_by": server.kind, "parent": server.names[0]} for name in server.adapters]}
+    return {
+        "data": data + [{"id": name, "owned_by": server.kind, "parent": server.names[0]} for name in server.adapters]
+    }
 
 
 def _update(server: Scripted, body: Any, path: str) -> Any:

@@ -283,7 +283,9 @@ def test_where_ids_are_not_echoed_the_exchange_is_the_match():
 )
 def test_attempts_are_as_many_as_configured_and_a_refusal_is_final(status, sent):
     """L2."""
-    done, client, server = one(script=lambda *_: Reply(status, {"error": "no"}), params=SamplingParams(max_new_tokens=6))
+    done, client, server = one(
+        script=lambda *_: Reply(status, {"error": "no"}), params=SamplingParams(max_new_tokens=6)
+    )
     assert len(server.sampled) == client.accounting.attempts == sent
     assert done[0].finish_reason == "error" and str(done[0].error).startswith(f"HTTP {status}")
     assert client.accounting.failed == {f"HTTP {status}": 1}
@@ -291,7 +293,9 @@ def test_attempts_are_as_many_as_configured_and_a_refusal_is_final(status, sent)
 
 
 def test_a_request_that_succeeds_later_succeeds():
-    done, client, server = one(script=lambda n, *_: Reply(503) if n < 3 else None, params=SamplingParams(max_new_tokens=6))
+    done, client, server = one(
+        script=lambda n, *_: Reply(503) if n < 3 else None, params=SamplingParams(max_new_tokens=6)
+    )
     assert done[0].finish_reason == "length" and client.accounting.attempts == 3
 
 
