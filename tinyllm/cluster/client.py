@@ -294,7 +294,7 @@ def revision_of(answer: Answer, server: Server) -> Revision:
 def parse_label(label: str) -> Revision:
     """A weight version as a revision: "12:1a2b" or "12"; another label stands as the hash of step -1."""
     step, _, digest = label.partition(":")
-    return Revision(int(step), digest) if step.isascii() and step.isdigit() else Revision(-1, label)
+    return Revision(int(step), digest) if step.isascii() and step.isdigit() and len(step) < 19 else Revision(-1, label)
 
 
 def clean_url(url: str) -> str:

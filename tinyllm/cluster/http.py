@@ -9,10 +9,12 @@ so that callers are plain functions, in a notebook too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -122,6 +124,8 @@ async def persist(patience: Patience, attempt: Callable[[int, float], Awaitable[
 
 def run(work: Callable[[Http], Coroutine[Any, Any, T]]) -> T:
     """The result of work(http). An exception here, Ctrl-C too, cancels it and closes its connections."""
+    outcome: Future[T] = Future()
+    loop = asyncio.new_event_loop()
 
     async def whole() -> T:
         http = Http()
@@ -130,16 +134,22 @@ def run(work: Callable[[Http], Coroutine[Any, Any, T]]) -> T:
         finally:
             await http.close()
 
-    with asyncio.Runner() as runner:
-        loop = runner.get_loop()
-        thread = threading.Thread(target=loop.run_forever, name="tinyllm-http", daemon=True)
-        thread.start()
-        future = asyncio.run_coroutine_threadsafe(whole(), loop)
-        try:
-            return future.result()
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()  # what still runs is cancelled when the runner closes the loop
+    def thread_main() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            try:
+                outcome.set_result(runner.run(whole()))
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
+                outcome.set_exception(error)
+
+    thread = threading.Thread(target=thread_main, name="tinyllm-http", daemon=True)
+    thread.start()
+    try:
+        return outcome.result()
+    finally:
+        if not outcome.done():
+            with contextlib.suppress(RuntimeError):  # it ended just now
+                loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        thread.join()
 
 
 async def together(tasks: list[Coroutine[Any, Any, T]]) -> list[T]:

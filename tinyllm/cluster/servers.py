@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,9 @@ from tinyllm.errors import EngineError
 from tinyllm.records import Revision
 
 log = logging.getLogger("tinyllm")
+
+_CHECKED_S = 0.5
+"""How long a server that says it works is believed; many requests fail at once."""
 
 
 def api_key() -> str:
@@ -43,6 +47,7 @@ class Server:
     """Why it gets no requests; None when it does."""
     outstanding: int = 0
     checking: asyncio.Lock | None = field(default=None, repr=False)
+    checked_at: float = -_CHECKED_S
 
     @property
     def url(self) -> str:
@@ -71,7 +76,11 @@ class Server:
         if self.checking is None:
             self.checking = asyncio.Lock()
         async with self.checking:
-            if self.fenced is None and not await alive(http, self.url, api_key()):
+            if self.fenced is not None or time.monotonic() - self.checked_at < _CHECKED_S:
+                return
+            works = await alive(http, self.url, api_key())
+            self.checked_at = time.monotonic()
+            if not works:
                 self.fence(f"it does not work any more ({error})")
 
 
