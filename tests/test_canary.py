@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from scripted import STOP, Reply, logprobs, scripted
 
-from tests.scripted import STOP, Reply, logprobs, scripted
 from tinyllm.cluster.canary import TOLERANCES, Canary, Sung
 from tinyllm.cluster.client import HTTPRolloutClient
 from tinyllm.cluster.dialects import Bad

@@ -10,9 +10,9 @@ import time
 from collections import Counter
 
 import pytest
+from scripted import STOP, VOCABULARY, Reply, draw, scripted
+from tiny import tokenizer
 
-from tests.scripted import STOP, VOCABULARY, Reply, draw, scripted
-from tests.tiny import tokenizer
 from tinyllm.cluster.capabilities import AFTER_TEMPERATURE, RAW
 from tinyllm.cluster.client import HTTPRolloutClient, parse_label
 from tinyllm.cluster.http import Patience

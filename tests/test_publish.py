@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scripted import Reply, logprobs, scripted
+from tiny import llama, weights
 
-from tests.scripted import Reply, logprobs, scripted
-from tests.tiny import llama, weights
 from tinyllm import models
 from tinyllm.cluster.canary import Canary
 from tinyllm.cluster.client import HTTPRolloutClient

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import tiny
 
-from tests import tiny
 from tinyllm.callbacks import Callback
 from tinyllm.errors import EngineError, TrainingStopped
 from tinyllm.post import run as runs
