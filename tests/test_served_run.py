@@ -36,7 +36,7 @@ def served(model: Path, port: int = 0):
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=180)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_killed_server_stops_the_run_and_a_resumed_one_begins_with_an_update(h
         with pytest.raises(EngineError, match="no server is left to sample on") as caught:
             run(here, "served", url, callbacks=[At(1, lambda: os.kill(process.pid, signal.SIGKILL))])
         assert url in str(caught.value)
-        process.wait(60)
+        process.wait(180)
     with served(here[1], port=int(url.rpartition(":")[2])):  # it holds the start weights again
         resumed = runs.resume(here[0] / "served", reward=tiny.many_digits)
     assert sampled(resumed, (1, 2, 3)) == sampled(whole, (1, 2, 3))
