@@ -87,6 +87,7 @@ def test_a_run_through_a_server_is_the_embedded_run_bit_for_bit(here):
     assert replay(through.run_dir, sample=True).divergence is None, "without the server"
 
 
+@pytest.mark.slow
 def test_a_killed_server_stops_the_run_and_a_resumed_one_begins_with_an_update(here):
     whole = run(here, "embedded")
     with served(here[1]) as (process, url):
@@ -101,12 +102,14 @@ def test_a_killed_server_stops_the_run_and_a_resumed_one_begins_with_an_update(h
     assert tiny.equal(tiny.weights(resumed.model_dir), tiny.weights(whole.model_dir))
 
 
+@pytest.mark.slow
 def test_without_the_admin_key_the_run_does_not_start(here, monkeypatch):
     monkeypatch.setenv("TINYLLM_ADMIN_KEY", "other")
     with served(here[1]) as (_, url), pytest.raises(EngineError, match="--admin-key and set TINYLLM_ADMIN_KEY"):
         run(here, "served", url)
 
 
+@pytest.mark.slow
 def test_a_gap_past_the_bound_stops_the_run_before_the_update(here, monkeypatch):
     """The server's log-probabilities are moved on their way: the canary would see it, so it is switched off here."""
     from tinyllm.cluster import client
