@@ -374,6 +374,7 @@ def test_sampler_correction_by_hand(correction, mode, weights):
     assert loss == pytest.approx(sum(weights) / 4) and stats.sampler_weight == pytest.approx(sum(weights) / 4)
     assert grad.flatten().tolist() == pytest.approx([w / 4 for w in weights])
     assert stats.gap_max == pytest.approx(math.log(4)) and stats.sampler_equal_share == 0.25
+    assert stats.sampler_kl == pytest.approx(sum(w - 1 - math.log(w) for w in (1.5, 4.0, 0.5, 1.0)) / 4)
 
 
 # ---- table, types, arguments

@@ -24,8 +24,8 @@ LAYERS = """
     rewards
     tasks
     engine
-    post
     cluster
+    post
     progress trackers score
     rundiff runview doctor clitext
     htmlreport evals

@@ -14,6 +14,7 @@ from tiny import EOS, dense_logprobs, gpt2, group, llama
 
 from tinyllm.configio import make_config
 from tinyllm.engine.head import Policy
+from tinyllm.errors import TrainingStopped
 from tinyllm.post import update
 from tinyllm.post.batch import Batch, Rules, make_batch
 from tinyllm.post.grpo import PRESETS, kl_estimate
@@ -279,3 +280,18 @@ def test_a_gradient_too_large_for_its_norm_is_located_too(monkeypatch):
     moved, result, _ = one_update(GROUPS, options())
     assert all((m == 0).all() for m in moved.values())
     assert result.non_finite.startswith("gradient of ") and ".weight" in result.non_finite
+
+
+def test_a_gap_to_the_servers_past_the_bound_stops_before_the_update():
+    """The groups' log-probabilities are made up, far from the model's; without servers that is measured, not refused."""
+    model = llama()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    served = options(engine={"urls": ("http://127.0.0.1:1",), "max_gap": 0.2})
+    with pytest.raises(
+        TrainingStopped, match=r"nats per token .*, more than engine.max_gap = 0.2; the weights are those"
+    ):
+        one_update(GROUPS, served, model)
+    assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
+    for engine in ({"urls": ("http://127.0.0.1:1",), "max_gap": 0.0}, {"urls": (), "max_gap": 0.2}):
+        _, result, _ = one_update(GROUPS, options(engine=engine))
+        assert result.updates == 1 and result.stats.sampler_gap > 0.2 and result.stats.sampler_kl > 0

@@ -109,6 +109,28 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class EngineConfig:
+    """Where completions are sampled: in this process, or on servers (keys: TINYLLM_API_KEY, TINYLLM_ADMIN_KEY)."""
+
+    urls: tuple[str, ...] = opt((), "servers that sample, as in http://127.0.0.1:8000; empty = in this process")
+    model: str | None = opt(None, "the model's name on the servers; not set = the only one there")
+    publish: Literal["auto", "disk", "lora"] = opt(
+        "auto", "how servers get new weights; auto = files on disk (tinyllm, SGLang), LoRA adapters by name (vLLM)"
+    )
+    folder: str | None = opt(None, "where weights are put for servers, who must see it; not set = the run directory")
+    max_concurrent: int = opt(64, "requests under way at a time", ge=1)
+    deadline_s: float = opt(600.0, "seconds for one completion, or one update, all attempts together", gt=0)
+    attempts: int = opt(4, "how often one request is tried", ge=1)
+    seeds: bool = opt(True, "send a seed with each request; false for a server that does not survive one")
+    canary_tolerance: float = opt(
+        0.0, "how far a server's log-probabilities may be from the trainer's; 0 = 1e-4 (fp32), 0.05 (bf16)", ge=0
+    )
+    max_gap: float = opt(
+        0.2, "with servers: stop when sampler and trainer differ by more nats per token in a step; 0 = never", ge=0
+    )
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """What is minimized."""
 
@@ -196,6 +218,7 @@ class GRPOConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.5e-5))
     train: TrainConfig = field(default_factory=TrainConfig)

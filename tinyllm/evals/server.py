@@ -4,43 +4,31 @@
 
 Chat prompts go to /chat/completions, raw text to /completions, with max_tokens, temperature, top_p, seed, n and stop.
 A request that fails is tried again with growing pauses while that may help (no connection, 408, 429, 5xx), within a
-deadline; what then fails is a failed completion with its reason, never a wrong answer. The key is OPENAI_API_KEY.
+deadline (cluster/http.py); what then fails is a failed completion with its reason, never a wrong answer. The key is
+OPENAI_API_KEY.
 """
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-import http.client
-import json
 import os
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from tinyllm.cluster.http import Failed, Http, Patience, persist, run, together
 from tinyllm.engine.sampling import seed_key
 from tinyllm.errors import ModelError
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 
 TRIES = 4
 PAUSE_S = 1.0
-"""Before the second try; doubled before each further one."""
-DEADLINE_S = 300.0
-"""For one prompt, all tries together."""
+"""Before the second try; doubled before each further one, times a random number from 0.5 to 1."""
+DEADLINE_S = 600.0
+"""For one request, all tries together; the first may take half of it."""
 PARALLEL = 16
 """Requests under way at a time."""
-_AGAIN = frozenset({408, 429, 500, 502, 503, 504, 529})
-
-
-class _Failed(Exception):
-    """A request that was given up, with the reason."""
-
-    def __init__(self, reason: str, status: int | None = None) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -56,11 +44,11 @@ class Server:
         url, _, model = address.partition("#")
         url = url.rstrip("/")
         try:
-            listed = _call(f"{url}/models", None, time.monotonic() + 30.0, tries=1)
+            listed = run(lambda http: http.ask("GET", f"{url}/models", timeout_s=30.0, key=_key()))
             there = [str(entry["id"]) for entry in listed["data"]]
         except (KeyError, TypeError):
             raise ModelError(f"{url}/models did not answer with a list of models; is it OpenAI-compatible?") from None
-        except _Failed as error:
+        except Failed as error:
             if error.status in (401, 403):
                 raise ModelError(f"{url} refuses the key; set the environment variable OPENAI_API_KEY") from None
             if error.status == 404 and model:  # some servers do not list
@@ -77,26 +65,31 @@ class Server:
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """params.n completions of every prompt, prompt after prompt."""
-        with ThreadPoolExecutor(PARALLEL) as pool:
-            parts = list(pool.map(lambda prompt: self._answers(prompt, params), prompts))
-        return [completion for part in parts for completion in part]
 
-    def _answers(self, prompt: Prompt, params: SamplingParams) -> list[Completion]:
+        async def all_of_them(http: Http) -> list[list[Completion]]:
+            slots = asyncio.Semaphore(PARALLEL)
+            return await together([self._answers(http, slots, prompt, params) for prompt in prompts])
+
+        return [completion for part in run(all_of_them) for completion in part]
+
+    async def _answers(
+        self, http: Http, slots: asyncio.Semaphore, prompt: Prompt, params: SamplingParams
+    ) -> list[Completion]:
         """Servers may return fewer choices than asked for; the rest is asked for again."""
         found: list[Completion] = []
-        deadline = time.monotonic() + DEADLINE_S
-        while len(found) < params.n:
-            key = seed_key(params.seed, params.step, prompt.id, prompt.draw, len(found))
-            try:
-                choices = self._ask(prompt, params, params.n - len(found), key, deadline)
-            except _Failed as error:
-                rest = range(len(found), params.n)
-                return found + [_completion(prompt, i, key, "", "error", str(error)) for i in rest]
-            for choice in choices[: params.n - len(found)]:
-                found.append(_read_choice(prompt, len(found), key, choice))
+        async with slots:
+            while len(found) < params.n:
+                key = seed_key(params.seed, params.step, prompt.id, prompt.draw, len(found))
+                try:
+                    choices = await self._ask(http, prompt, params, params.n - len(found), key)
+                except Failed as error:
+                    rest = range(len(found), params.n)
+                    return found + [_completion(prompt, i, key, "", "error", str(error)) for i in rest]
+                for choice in choices[: params.n - len(found)]:
+                    found.append(_read_choice(prompt, len(found), key, choice))
         return found
 
-    def _ask(self, prompt: Prompt, params: SamplingParams, n: int, key: int, deadline: float) -> list[Any]:
+    async def _ask(self, http: Http, prompt: Prompt, params: SamplingParams, n: int, key: int) -> list[Any]:
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": params.max_new_tokens,
@@ -114,10 +107,13 @@ class Server:
         else:
             path = "/chat/completions"
             body["messages"] = [dict(message) for message in prompt.messages]
-        answer = _call(self.url + path, body, deadline, TRIES)
+        answer = await persist(
+            Patience(TRIES, DEADLINE_S, PAUSE_S),
+            lambda _, seconds: http.ask("POST", self.url + path, body, timeout_s=seconds, key=_key()),
+        )
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or not choices:
-            raise _Failed("the server's answer has no choices")
+            raise Failed("the server's answer has no choices")
         return choices
 
 
@@ -138,41 +134,5 @@ def _completion(prompt: Prompt, sample: int, key: int, text: str, reason: Any, e
     return Completion(prompt.id, prompt.draw, sample, (), (), reason, key, Revision(0, ""), text, error)
 
 
-def _call(url: str, body: dict[str, Any] | None, deadline: float, tries: int) -> Any:
-    """The JSON that a POST (or, without a body, a GET) answers with. Raises _Failed."""
-    pause = PAUSE_S
-    for number in range(1, tries + 1):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise _Failed(f"no answer within {DEADLINE_S:g} s")
-        try:
-            return _once(url, body, left)
-        except _Failed as error:
-            if number == tries or (error.status is not None and error.status not in _AGAIN):
-                raise
-        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-        pause *= 2
-    raise AssertionError("unreachable")
-
-
-def _once(url: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    if key := os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        request = urllib.request.Request(url, data, headers)
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            return json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            said = " ".join(error.read(300).decode(errors="replace").split())
-        raise _Failed(f"HTTP {error.code}" + (f": {said}" if said else ""), error.code) from None
-    except urllib.error.URLError as error:
-        raise _Failed(f"no connection ({getattr(error.reason, 'strerror', None) or error.reason})") from None
-    except TimeoutError:
-        raise _Failed(f"no answer within {timeout_s:.0f} s") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise _Failed(f"the connection broke ({type(error).__name__})") from None
-    except ValueError:
-        raise _Failed("the server's answer is not JSON") from None
+def _key() -> str:
+    return os.environ.get("OPENAI_API_KEY", "")

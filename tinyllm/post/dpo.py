@@ -81,6 +81,7 @@ class DPOObjective:
     needs_reference = True
     temperature = 1.0
     updates_per_batch = 1
+    max_gap = 0.0
     empty = DPOStats()
 
     def __init__(self, config: Any) -> None:

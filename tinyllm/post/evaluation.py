@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from tinyllm.engine.engine import Engine
-from tinyllm.post.grpo import collect_groups, kl_estimate
+from tinyllm.post.grpo import RolloutClient, collect_groups, kl_estimate
 from tinyllm.post.update import Scorer
 from tinyllm.records import Group, Prompt, SamplingParams, Verdict
 from tinyllm.stats import mean_per_token
 
 
 def evaluator(
-    engine: Engine,
+    engine: RolloutClient,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     verify: Callable[..., list[Verdict]],

@@ -142,6 +142,7 @@ class ObjectiveStats:
     gap_tokens: float = 0.0
     gap_sum: float = 0.0
     gap_max: float = 0.0
+    gap_kl: float = 0.0
     gap_equal: float = 0.0
     weight_sum: float = 0.0
 
@@ -179,6 +180,11 @@ class ObjectiveStats:
     def sampler_gap(self) -> float | None:
         """Mean |logp_old - logp_sampler|; None without sampler log-probabilities."""
         return self.gap_sum / self.gap_tokens if self.gap_tokens else None
+
+    @property
+    def sampler_kl(self) -> float | None:
+        """Mean k3 estimate of KL(sampler || trainer) per trained token; None as above."""
+        return self.gap_kl / self.gap_tokens if self.gap_tokens else None
 
     @property
     def sampler_equal_share(self) -> float | None:
@@ -368,6 +374,7 @@ def _sampler_numbers(log_w: Tensor, weight: Tensor, mask: Tensor) -> dict[str, T
         "gap_equal": (mask & (log_w == 0)).sum(),
         "gap_sum": _total(log_w.abs(), mask),
         "gap_max": _largest(log_w.abs(), mask),
+        "gap_kl": _total(kl_estimate(torch.zeros_like(log_w), log_w), mask),
         "weight_sum": _total(weight, mask),
     }
 

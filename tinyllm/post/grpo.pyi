@@ -117,6 +117,7 @@ class ObjectiveStats:
     gap_sum: float = 0.0
     gap_max: float = 0.0
     """Largest |logp_old - logp_sampler|."""
+    gap_kl: float = 0.0
     gap_equal: float = 0.0
     weight_sum: float = 0.0
     def __add__(self, other: ObjectiveStats) -> ObjectiveStats:
@@ -145,6 +146,10 @@ class ObjectiveStats:
     @property
     def sampler_gap(self) -> float | None:
         """Mean |logp_old - logp_sampler| over trained tokens; None when logp_sampler was not given."""
+
+    @property
+    def sampler_kl(self) -> float | None:
+        """Mean k3 estimate of KL(sampler || trainer) per trained token, d = logp_old - logp_sampler; None as above."""
 
     @property
     def sampler_equal_share(self) -> float | None:

@@ -28,6 +28,8 @@ class Objective(Protocol):
     temperature: float
     """Of the log-probabilities."""
     updates_per_batch: int
+    max_gap: float
+    """Training stops when sampler and trainer differ by more nats per token; 0 = never."""
     empty: Any
     """Statistics of nothing."""
 
@@ -70,6 +72,7 @@ class GRPOObjective:
         self.temperature = config.sampling.temperature
         self.updates_per_batch = config.train.updates_per_batch
         self.needs_reference = self.axes["beta"] > 0
+        self.max_gap = config.engine.max_gap if config.engine.urls else 0.0
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         return make_batch(groups, self.rules)
@@ -112,6 +115,7 @@ class GRPOObjective:
             "sampler_equal": stats.sampler_equal_share,
             "sampler_gap": stats.sampler_gap,
             "sampler_gap_max": stats.gap_max if live else None,
+            "sampler_kl": stats.sampler_kl,
         }
 
 

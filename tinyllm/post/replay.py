@@ -19,7 +19,7 @@ import torch
 
 from tinyllm import models
 from tinyllm.callbacks import Callback
-from tinyllm.config import Config, GRPOConfig
+from tinyllm.config import Config, EngineConfig, GRPOConfig
 from tinyllm.configio import overlay
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.files import json_text, write_atomic
@@ -87,7 +87,7 @@ def replay(
         raise ConfigError(f"--tolerance {tolerance}: must be a finite number of at least 0")
     run = RunDir.read(path)
     first, last = _range(run, steps)
-    config = _what_if(run.config, sample, objective, reward)
+    config = _here(run, _what_if(run.config, sample, objective, reward), sample)
     parts = make_parts(replace(config, eval=replace(config.eval, every=0)), None, callbacks)
     try:
         player = _Player(run, parts, sample, tolerance, compare=objective is None and reward is None)
@@ -122,6 +122,16 @@ def _range(run: RunDir, steps: tuple[int, int] | None) -> tuple[int, int]:
     if not 1 <= first <= last <= trained[-1]:
         raise ConfigError(f"--steps {first}:{last}: the run has steps 1 to {trained[-1]}")
     return first, last
+
+
+def _here(run: RunDir, config: Config, sample: bool) -> Config:
+    """Without servers: what tinyllm's own have sampled, the embedded engine samples again bit for bit."""
+    if not isinstance(config, GRPOConfig) or not config.engine.urls:
+        return config
+    others = {facts["server"] for facts in run.manifest["facts"].get("engine", ())} - {"tinyllm"}
+    if sample and others:
+        raise ConfigError(f"--sample: completions came from {', '.join(sorted(others))}, which cannot be drawn again")
+    return replace(config, engine=EngineConfig())
 
 
 def _what_if(config: Config, sample: bool, objective: str | None, reward: str | None) -> Config:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tinyllm import models, rewards, tasks
 from tinyllm.callbacks import Callback, RunResult
+from tinyllm.cluster.served import ServedEngine
 from tinyllm.config import Config, GRPOConfig
 from tinyllm.engine.engine import Engine
 from tinyllm.errors import ConfigError, DataError, RunError
@@ -20,7 +21,8 @@ from tinyllm.post.examples import ExampleParts
 from tinyllm.post.parts import Parts
 from tinyllm.post.source import InlineSource, PromptOrder, Source
 from tinyllm.post.trainer import Evaluate, Progress
-from tinyllm.records import Group, Revision, SamplingParams
+from tinyllm.post.update import model_scorer
+from tinyllm.records import Group, Prompt, Revision, SamplingParams
 from tinyllm.rewards.functions import Logged
 from tinyllm.rewards.probe import probe_before_training
 from tinyllm.rundir import RunDir, new_run_path
@@ -93,11 +95,10 @@ class GRPOParts(Parts):
         prompts = max(len(p.token_ids) for p in (*self.data.train, *self.data.held_out))
         return prompts + self.config.sampling.max_new_tokens
 
+    engine: Engine | ServedEngine
+
     def use_model(self) -> None:
         config = self.config
-        self.engine = Engine(
-            self.policy, self.tokenizer, max_batch=config.sampling.max_batch, cache_tokens=config.sampling.cache_tokens
-        )
         s = config.sampling
         self.params = SamplingParams(
             max_new_tokens=s.max_new_tokens,
@@ -107,7 +108,32 @@ class GRPOParts(Parts):
             stop_strings=s.stop_strings,
             seed=config.seed,
         )
-        self.engine.slots([*self.data.train, *self.data.held_out], self.params)
+        prompts = [*self.data.train, *self.data.held_out]
+        self.engine = self._served(prompts) if config.engine.urls else self._embedded(prompts)
+
+    def _embedded(self, prompts: Sequence[Prompt]) -> Engine:
+        s = self.config.sampling
+        engine = Engine(self.policy, self.tokenizer, max_batch=s.max_batch, cache_tokens=s.cache_tokens)
+        engine.slots(prompts, self.params)
+        return engine
+
+    def _served(self, prompts: Sequence[Prompt]) -> ServedEngine:
+        self.phase("asking the servers")
+        scorer = model_scorer(self.policy, 1.0, self.config.train.tokens_per_microbatch)
+        return ServedEngine(
+            self.config.engine,
+            self.policy,
+            self.tokenizer,
+            prompts,
+            self.params,
+            score=lambda prompt, ids: scorer([(prompt, ids)])[0].tolist(),
+        )
+
+    def train(self, run: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
+        if isinstance(self.engine, ServedEngine):
+            shared = self.config.engine.folder
+            self.engine.publisher.folder = Path(shared) / run.path.name if shared else run.path / "weights"
+        return super().train(run, progress, recorded)
 
     def publish(self, revision: Revision) -> None:
         self.engine.publish(revision)
@@ -116,7 +142,8 @@ class GRPOParts(Parts):
         return {"verifier": verifier_hash(self.verify.parts)}
 
     def own_facts(self) -> dict[str, Any]:
-        return {"stop_token_ids": list(self.params.stop_token_ids), "verifier": self.verify.describe()}
+        facts = {"stop_token_ids": list(self.params.stop_token_ids), "verifier": self.verify.describe()}
+        return facts | ({"engine": self.engine.facts()} if isinstance(self.engine, ServedEngine) else {})
 
     def source(self, run: RunDir, order: PromptOrder, recorded: Sequence[int], after: int) -> Source:
         first = after + 1 + len(recorded)

@@ -44,6 +44,7 @@ class SFTObjective:
     needs_reference = False
     temperature = 1.0
     updates_per_batch = 1
+    max_gap = 0.0
     empty = SFTStats()
 
     def __init__(self, config: Any) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tinyllm.config import Config
 from tinyllm.engine.head import Policy
+from tinyllm.errors import TrainingStopped
 from tinyllm.hashing import hash_tensor, hash_tensors
 from tinyllm.post.batch import Batch
 from tinyllm.post.logprobs import pack_targets, score
@@ -72,6 +73,7 @@ class Updater:
                 break
             if number == 0:
                 gap = result.stats
+                self._require_small_gap(gap)
             assert result.grad_norm is not None
             self.optimizer.step(lr, result.grad_norm)
             result = replace(result, updates=number + 1)
@@ -79,6 +81,18 @@ class Updater:
         hashes = {**result.hashes, "logprobs": hash_tensor(_joined(old)), "advantages": hash_tensor(batch.advantages)}
         stats = _with_gap(result.stats, gap) if self.objective.updates_per_batch > 1 else result.stats
         return replace(result, stats=stats, hashes=hashes, logprobs=old)
+
+    def _require_small_gap(self, stats: Any) -> None:
+        """Raises TrainingStopped before the weights change when the sampler drew from another distribution."""
+        bound = self.objective.max_gap
+        if not bound or stats.sampler_gap is None or stats.sampler_gap <= bound:
+            return
+        self.optimizer.zero_grad()
+        raise TrainingStopped(
+            f"sampler and trainer log-probabilities differ by {stats.sampler_gap:.3g} nats per token (at most "
+            f"{stats.gap_max:.3g}), more than engine.max_gap = {bound:g}; the weights are those before this step. "
+            "Check that the servers run this model, in this precision, with log-probabilities after temperature"
+        )
 
     def _accumulate(
         self, batch: Batch, old: dict[int, Tensor], references: dict[int, Tensor], updates: int
@@ -171,5 +185,5 @@ def _locate(batch: Batch, rows: tuple[int, ...], logp: Sequence[Tensor], loss: f
 
 def _with_gap(stats: Any, first: Any) -> Any:
     """The sampler gap is that of the first pass, when the weights were the sampler's."""
-    names = ("gap_tokens", "gap_sum", "gap_max", "gap_equal", "weight_sum")
+    names = ("gap_tokens", "gap_sum", "gap_max", "gap_kl", "gap_equal", "weight_sum")
     return replace(stats, **{name: getattr(first, name) for name in names})

@@ -1,0 +1,130 @@
+"""Training through a real `tinyllm serve` process: the same completions and the same weights as embedded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tiny
+
+from tinyllm.callbacks import Callback
+from tinyllm.errors import EngineError, TrainingStopped
+from tinyllm.post import run as runs
+from tinyllm.post.replay import replay
+
+pytest.importorskip("tinyllm.serve.app", reason="there is no tinyllm serve", exc_type=ImportError)
+pytest.importorskip("uvicorn")
+
+KEY = "sesame"
+
+
+@contextmanager
+def served(model: Path, port: int = 0):
+    """(process, url); the process is ended, however the test ends."""
+    words = [sys.executable, "-m", "tinyllm", "serve", str(model), "--port", str(port), "--model-name", "tiny"]
+    words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--admin-key", KEY]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving tiny at http://127.0.0.1:"), line + process.stderr.read()
+        yield process, line.split()[-1].removesuffix("/v1")
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=180)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINYLLM_ADMIN_KEY", KEY)
+    model = tiny.save(tiny.llama(), tmp_path / "model")
+    return tmp_path, model, tiny.write_rows(tmp_path / "rows.jsonl")
+
+
+def run(here, name, url=None, steps=3, **options):
+    folder, model, rows = here
+    engine = {"urls": (url,), "deadline_s": 60.0, **options.pop("engine", {})} if url else {}
+    config = tiny.config(model, rows, folder / name, train={"steps": steps, "prompts_per_step": 4}, engine=engine)
+    return runs.train(config, reward=tiny.many_digits, **options)
+
+
+def sampled(result, steps):
+    """Everything of every completion, by step."""
+    return [[r.completion for g in tiny.groups_of(result, step) for r in g.rollouts] for step in steps]
+
+
+class At(Callback):
+    """Does something after a step."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step(self, metrics, timing, groups):
+        if metrics["step"] == self.step:
+            self.action()
+
+
+def test_a_run_through_a_server_is_the_embedded_run_bit_for_bit(here):
+    embedded = run(here, "embedded")
+    with served(here[1]) as (_, url):
+        through = run(here, "served", url)
+    assert sampled(through, (1, 2, 3)) == sampled(embedded, (1, 2, 3)), "ids, log-probabilities, text, revision"
+    assert tiny.equal(tiny.weights(through.model_dir), tiny.weights(embedded.model_dir))
+    assert [row["hashes"] for row in tiny.metrics(through.run_dir)] == [
+        row["hashes"] for row in tiny.metrics(embedded.run_dir)
+    ]
+    rows = tiny.metrics(through.run_dir)
+    assert all(
+        (r["sampler_equal"], r["sampler_gap"], r["sampler_gap_max"], r["sampler_kl"]) == (1, 0, 0, 0) for r in rows
+    )
+    text = (through.run_dir / "manifest.json").read_text()
+    assert '"server": "tinyllm"' in text and '"logprobs": "after temperature"' in text and KEY not in text
+    assert replay(through.run_dir, sample=True).divergence is None, "without the server"
+
+
+@pytest.mark.slow
+def test_a_killed_server_stops_the_run_and_a_resumed_one_begins_with_an_update(here):
+    whole = run(here, "embedded")
+    with served(here[1]) as (process, url):
+        with pytest.raises(EngineError, match="no server is left to sample on") as caught:
+            run(here, "served", url, callbacks=[At(1, lambda: os.kill(process.pid, signal.SIGKILL))])
+        assert url in str(caught.value)
+        process.wait(180)
+    with served(here[1], port=int(url.rpartition(":")[2])):  # it holds the start weights again
+        resumed = runs.resume(here[0] / "served", reward=tiny.many_digits)
+    assert sampled(resumed, (1, 2, 3)) == sampled(whole, (1, 2, 3))
+    assert [c.revision.step for c in sampled(resumed, (2,))[0]] == [1] * 16
+    assert tiny.equal(tiny.weights(resumed.model_dir), tiny.weights(whole.model_dir))
+
+
+@pytest.mark.slow
+def test_without_the_admin_key_the_run_does_not_start(here, monkeypatch):
+    monkeypatch.setenv("TINYLLM_ADMIN_KEY", "other")
+    with served(here[1]) as (_, url), pytest.raises(EngineError, match="--admin-key and set TINYLLM_ADMIN_KEY"):
+        run(here, "served", url)
+
+
+@pytest.mark.slow
+def test_a_gap_past_the_bound_stops_the_run_before_the_update(here, monkeypatch):
+    """The server's log-probabilities are moved on their way: the canary would see it, so it is switched off here."""
+    from tinyllm.cluster import client
+
+    true = client._Call._accept
+
+    def moved(self, want, answer, revision):
+        answer.logprobs[:] = [x - 0.3 for x in answer.logprobs]
+        return true(self, want, answer, revision)
+
+    with served(here[1]) as (_, url):
+        monkeypatch.setattr(client._Call, "_accept", moved)
+        with pytest.raises(TrainingStopped, match="differ by 0.3 nats per token .* more than engine.max_gap = 0.2"):
+            run(here, "served", url)
+        monkeypatch.undo()
+        monkeypatch.setenv("TINYLLM_ADMIN_KEY", KEY)
+        run(here, "fine", url, steps=1)
+    assert tiny.metrics(here[0] / "served") == [], "no step was trained"

@@ -1,0 +1,292 @@
+"""How servers are asked for one completion, and how their answers are read: a table of small objects.
+
+What is asked is the same everywhere: token ids in, one completion, every sampling field explicit (a server fills what
+is missing from the model's generation config), log-probabilities and token ids out. What differs is spelling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tinyllm.records import SamplingParams
+
+
+class Bad(Exception):
+    """An answer that cannot be used: `kind` is a few words to count by, the text says more."""
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind}: {detail}" if detail else kind)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One completion to ask for."""
+
+    id: str
+    model: str
+    token_ids: tuple[int, ...]
+    key: int
+    """63-bit key of its random numbers."""
+    params: SamplingParams
+    seeded: bool = True
+    """Whether the key is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server answered, not yet checked against what was asked."""
+
+    id: str | None
+    model: str | None
+    token_ids: list[Any]
+    logprobs: list[Any]
+    finish_reason: str
+    text: str
+    spans: tuple[tuple[str, int, int], ...] | None
+    """(weight version, start, end) over the tokens; None where the server does not say."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One server's spelling."""
+
+    name: str
+    path: str
+    write: Callable[[Ask], dict[str, Any]]
+    read: Callable[[Any], Answer]
+    """Raises Bad."""
+    write_tops: Callable[[Ask], dict[str, Any]]
+    """The same request, asking for the two likeliest alternatives of each token too."""
+    read_tops: Callable[[Any], list[float]]
+    """Their log-probabilities for the first token. Raises Bad."""
+
+
+# /v1/completions
+
+
+def _write_completions(ask: Ask) -> dict[str, Any]:
+    p = ask.params
+    return {
+        "model": ask.model,
+        "prompt": list(ask.token_ids),
+        "max_tokens": p.max_new_tokens,
+        "n": 1,
+        "temperature": p.temperature,
+        "top_p": p.top_p,
+        "top_k": p.top_k,
+        "min_p": p.min_p,
+        "stop": list(p.stop_strings),
+        "stop_token_ids": list(p.stop_token_ids),
+        "ignore_eos": True,  # the run's stop tokens are the only ones
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "stream": False,
+        "request_id": ask.id,
+    }
+
+
+def _write_tinyllm(ask: Ask) -> dict[str, Any]:
+    """Random numbers by key instead of by seed: those of the embedded engine for the same prompt, step and sample."""
+    return _write_completions(ask) | {"seed_keys": [ask.key]}
+
+
+def _write_vllm(ask: Ask) -> dict[str, Any]:
+    body = _write_completions(ask) | {"repetition_penalty": 1.0, "min_tokens": 0, "skip_special_tokens": True}
+    return body | ({"seed": ask.key} if ask.seeded else {})
+
+
+def _read_completions(body: Any) -> Answer:
+    choice = _one_choice(body)
+    ids, logprobs = choice.get("token_ids"), _part(choice, "logprobs").get("token_logprobs")
+    if not isinstance(ids, list):
+        raise Bad("no token ids", "the choice has no list token_ids")
+    if not isinstance(logprobs, list):
+        raise Bad("no log-probabilities", "the choice has no list logprobs.token_logprobs")
+    spans = choice.get("weight_versions")
+    return Answer(
+        id=_text_or_none(body.get("id")),
+        model=_text_or_none(body.get("model")),
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason=str(choice.get("finish_reason")),
+        text=choice["text"] if isinstance(choice.get("text"), str) else "",
+        spans=None if spans is None else _spans(spans),
+    )
+
+
+def _read_completions_tops(body: Any) -> list[float]:
+    tops = _part(_one_choice(body), "logprobs").get("top_logprobs")
+    if not isinstance(tops, list) or not tops or not isinstance(tops[0], Mapping):
+        raise Bad("no alternatives", "the choice has no logprobs.top_logprobs")
+    return [float(value) for value in tops[0].values()]
+
+
+# SGLang's /generate
+
+
+def _write_sglang(ask: Ask) -> dict[str, Any]:
+    p = ask.params
+    sampling = {
+        "max_new_tokens": p.max_new_tokens,
+        "n": 1,
+        "temperature": p.temperature,
+        "top_p": p.top_p,
+        "top_k": p.top_k or -1,
+        "min_p": p.min_p,
+        "stop": list(p.stop_strings),
+        "stop_token_ids": list(p.stop_token_ids),
+        "ignore_eos": not p.stop_token_ids,  # with it, SGLang heeds no stop token at all
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_new_tokens": 0,
+        "skip_special_tokens": True,
+    }
+    return {
+        "input_ids": list(ask.token_ids),
+        "sampling_params": sampling | ({"sampling_seed": ask.key} if ask.seeded else {}),
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "stream": False,
+        "rid": ask.id,
+    }
+
+
+def _read_sglang(body: Any) -> Answer:
+    if isinstance(body, list):
+        if len(body) != 1:
+            raise Bad("several answers", f"{len(body)} for one request")
+        body = body[0]
+    meta = _part(body, "meta_info")
+    pairs = meta.get("output_token_logprobs")
+    if not isinstance(pairs, list):
+        raise Bad("no log-probabilities", "the answer has no list meta_info.output_token_logprobs")
+    if not all(isinstance(pair, list) and len(pair) >= 2 for pair in pairs):
+        raise Bad("no token ids", "an entry of output_token_logprobs is no [log-probability, token id, text]")
+    ids = [pair[1] for pair in pairs]
+    given = body.get("output_ids")  # some versions leave the stop token out here; each logprob names its token itself
+    if isinstance(given, list) and given not in (ids, ids[:-1]):
+        raise Bad("ids and log-probabilities differ", f"{len(given)} output_ids, {len(ids)} log-probabilities")
+    version, spans = meta.get("weight_version"), meta.get("weight_versions")
+    if spans is None and isinstance(version, str):
+        spans = [{"version": version, "start": 0, "end": len(ids)}]
+    return Answer(
+        id=_text_or_none(meta.get("id")),
+        model=None,
+        token_ids=ids,
+        logprobs=[pair[0] for pair in pairs],
+        finish_reason=str(_part(meta, "finish_reason").get("type")),
+        text=body["text"] if isinstance(body.get("text"), str) else "",
+        spans=None if spans is None else _spans(spans),
+    )
+
+
+def _read_sglang_tops(body: Any) -> list[float]:
+    tops = _part(body[0] if isinstance(body, list) and body else body, "meta_info").get("output_top_logprobs")
+    if not isinstance(tops, list) or not tops or not isinstance(tops[0], list):
+        raise Bad("no alternatives", "the answer has no meta_info.output_top_logprobs")
+    return [float(entry[0]) for entry in tops[0]]
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    dialect.name: dialect
+    for dialect in (
+        Dialect(
+            "tinyllm",
+            "/v1/completions",
+            _write_tinyllm,
+            _read_completions,
+            lambda ask: _write_tinyllm(ask) | {"logprobs": 2},
+            _read_completions_tops,
+        ),
+        Dialect(
+            "vllm",
+            "/v1/completions",
+            _write_vllm,
+            _read_completions,
+            # Keys by token id: two tokens may decode to the same text
+            lambda ask: _write_vllm(ask) | {"logprobs": 2, "return_tokens_as_token_ids": True},
+            _read_completions_tops,
+        ),
+        Dialect(
+            "sglang",
+            "/generate",
+            _write_sglang,
+            _read_sglang,
+            lambda ask: _write_sglang(ask) | {"top_logprobs_num": 2},
+            _read_sglang_tops,
+        ),
+    )
+}
+
+
+# What is asked of every answer
+
+
+def require_sound(answer: Answer, ask: Ask, vocab_size: int | None = None) -> Answer:
+    """The answer with its finish reason as the trainer counts it. Raises Bad for what cannot be trained on."""
+    ids, logprobs, p = answer.token_ids, answer.logprobs, ask.params
+    if answer.model is not None and ask.model and answer.model != ask.model:
+        raise Bad("wrong model", f"{answer.model!r} answered, {ask.model!r} was asked")
+    if answer.finish_reason not in ("stop", "length"):
+        raise Bad("cut short", f"finish reason {answer.finish_reason!r}")
+    if not ids:
+        raise Bad("empty", "no token was sampled")
+    if len(ids) != len(logprobs):
+        raise Bad("ids and log-probabilities differ", f"{len(ids)} ids, {len(logprobs)} log-probabilities")
+    for position, (token, logp) in enumerate(zip(ids, logprobs, strict=True)):
+        if type(token) is not int or not 0 <= token < (vocab_size or 2**31):
+            raise Bad("bad token id", f"{token!r} at position {position}")
+        # Rounding may leave a certain token above 0
+        if type(logp) not in (int, float) or not math.isfinite(logp) or logp > 1e-3:
+            raise Bad("bad log-probability", f"{logp!r} at position {position}")
+    if len(ids) > p.max_new_tokens:
+        raise Bad("too long", f"{len(ids)} tokens, {p.max_new_tokens} were asked for")
+    return _require_stop(answer, p)
+
+
+def _require_stop(answer: Answer, p: SamplingParams) -> Answer:
+    ids = answer.token_ids
+    stops = set(p.stop_token_ids)
+    early = [position for position, token in enumerate(ids[:-1]) if token in stops]
+    if early:
+        raise Bad("stop token ignored", f"token {ids[early[0]]} at position {early[0]} of {len(ids)}")
+    if ids[-1] in stops:  # vLLM says "length" when the last token that fits is a stop token
+        return Answer(answer.id, answer.model, ids, answer.logprobs, "stop", answer.text, answer.spans)
+    if answer.finish_reason == "stop" and stops and not p.stop_strings:
+        raise Bad("stop token dropped", f"it stopped, but its last token {ids[-1]} is no stop token")
+    if answer.finish_reason == "length" and len(ids) < p.max_new_tokens:
+        raise Bad("cut short", f"after {len(ids)} of {p.max_new_tokens} tokens, by a limit of the server's own")
+    return answer
+
+
+def _one_choice(body: Any) -> Mapping[str, Any]:
+    choices = _part({"answer": body}, "answer").get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
+        raise Bad("no choices", "the answer has no list of choices")
+    if len(choices) > 1:
+        raise Bad("several answers", f"{len(choices)} choices, one was asked for")
+    return choices[0]
+
+
+def _part(body: Any, name: str) -> Mapping[str, Any]:
+    part = body.get(name) if isinstance(body, Mapping) else None
+    return part if isinstance(part, Mapping) else {}
+
+
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _spans(spans: Any) -> tuple[tuple[str, int, int], ...]:
+    try:
+        return tuple((str(span["version"]), int(span["start"]), int(span["end"])) for span in spans)
+    except (TypeError, KeyError, ValueError):
+        raise Bad("bad revision spans", f"{spans!r:.80}") from None
