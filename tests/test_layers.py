@@ -26,9 +26,9 @@ LAYERS = """
     engine
     post
     cluster
-    progress trackers score
+    progress trackers score subjects
     rundiff runview doctor clitext
-    htmlreport evals
+    htmlreport evals serve
     capstone
     cli
     __main__
