@@ -150,7 +150,7 @@ class Service:
             which = f"prompt {number}" if len(asked.prompts) > 1 else "the prompt"
             wants = f" and max_tokens is {length}" if asked.max_tokens is not None else ""
             raise Refused(
-                f"{which} has {prompt} tokens{wants}; prompt and completion may have {self.settings.max_length} together",
+                f"{which} has {prompt} tokens{wants}; together with the completion {self.settings.max_length} fit",
                 param="messages" if asked.chat else "prompt",
                 code="context_length_exceeded",
             )

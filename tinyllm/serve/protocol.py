@@ -274,8 +274,8 @@ def _prompts(vocabulary: int) -> Reader:
             return (ids(name, value),)
         one = text if isinstance(value[0], str) else ids
         prompts = tuple(one(f"{name}[{i}]", item) for i, item in enumerate(value))
-        if not all(prompts):
-            raise Refused(f"{name}[{[bool(p) for p in prompts].index(False)}] is empty", param=name)
+        if () in prompts:
+            raise Refused(f"{name}[{prompts.index(())}] is empty", param=name)
         return prompts
 
     return reader

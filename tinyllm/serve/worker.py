@@ -7,6 +7,7 @@ step brought. Nothing of the scheduler is touched by another thread.
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -98,6 +99,7 @@ class _Sink:
         if not self.first_at[sample]:
             self.first_at[sample] = time.monotonic()
         if self.ticket.top_logprobs:
+            top = [(other, value) for other, value in top if value > -math.inf]  # top-k may leave fewer than asked for
             self.top[sample].append(top)
         if self.ticket.streaming:
             self.worker.outbox.append((self.ticket, (self.first + sample, Drawn(token, logprob, top))))
