@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from common import PartTimer
 
-import tinyllm.engine.engine
+import tinyllm.engine.scheduler
 import tinyllm.post.logprobs
 import tinyllm.post.trainer
 import tinyllm.post.update
@@ -126,12 +126,12 @@ class Side(Callback):
 
     def timed(self, timer: PartTimer) -> AbstractContextManager[None]:
         """While it is entered, `timer` collects seconds by part of PARTS."""
-        engine_run = tinyllm.engine.engine._Run
+        scheduler = tinyllm.engine.scheduler
         places: list[Place] = [
-            (engine_run, "_prefill", "prefill", ()),
-            (engine_run, "decode", "decode", ()),
+            (scheduler.Scheduler, "_admit", "prefill", ()),
+            (scheduler.Scheduler, "_decode", "decode", ()),
             (Policy, "logits", "head, sampling", ("prefill", "decode")),
-            (tinyllm.engine.engine, "draw", "draw", ("prefill", "decode")),
+            (scheduler, "draw", "draw", ("prefill", "decode")),
             (Updater, "_backward", "objective", ()),
             (tinyllm.post.update, "score", "forward", ("objective",)),
             (torch.Tensor, "backward", "backward", ("objective",)),

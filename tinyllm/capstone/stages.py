@@ -32,14 +32,14 @@ class Plan:
     model: str = "smollm2-135m-instruct"
     seed: int = 0
     threads: int | None = None
-    examples: int = 400
+    examples: int = 320
     prompts: int = 4000
     shifted: int = 150
     epochs: float = 2.0
     sft_lr: float = 1e-4
-    pair_steps: int = 4
+    pair_steps: int = 3
     dpo_lr: float = 5e-6
-    grpo_steps: int = 24
+    grpo_steps: int = 40
     grpo_lr: float = 1.5e-5
     prompts_per_step: int = 16
     group_size: int = 8

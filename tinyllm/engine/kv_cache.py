@@ -1,8 +1,9 @@
 """The KV cache of the sampler, and the attention of a decode step over it.
 
-A running branch owns a slot. The full blocks of its prompt live once in a pool and are shared by every branch of the
-prompt; the slot holds what follows: the prompt's last, partial block and the branch's own tokens. Slots 0 .. n-1 are
-the active ones, so a decode step reads them as views. Blocks are aligned to the sequence's start, as in training.
+A running branch owns a slot. The blocks of its prompt live once in a pool; the full ones are shared by every branch of
+the prompt, and the slot begins with a copy of the last, partial one, followed by the branch's own tokens. Slots
+0 .. n-1 are the active ones, so a decode step reads them as views. Blocks are aligned to the sequence's start, as in
+training.
 
 Legend: n active branches (padded to a multiple of 4), S slots, K key heads, R query heads per key head, D head
 dimension, U prompts with shared blocks, J own blocks of a slot, C shared blocks of a prompt.
@@ -52,33 +53,47 @@ class KVCache:
         self.pool = torch.zeros(2, shape.layers, pool_blocks, *tail, dtype=shape.dtype, device=device)
         self.free_pool = list(range(pool_blocks))
 
-    def store_prompts(self, kept: PackedPaths, prompts: list[tuple[list[int], list[int], list[int]]]) -> None:
-        """Copies prefilled keys and values in: per prompt (nodes of its path, pool blocks, slots of its branches)."""
-        device = self.own.device
-        blocks, pool_ids, tails, slots = [], [], [], []
-        for path, pool, branch_slots in prompts:
-            for b, block in enumerate(pool):
-                blocks.append(path[b * BLOCK : (b + 1) * BLOCK])
-                pool_ids.append(block)
-            tail = path[len(pool) * BLOCK :]
-            for slot in branch_slots:
-                tails.append(tail + [path[0]] * (BLOCK - len(tail)))
-                slots.append(slot)
-        block_nodes, tail_nodes = torch.tensor(blocks, device=device), torch.tensor(tails, device=device)
-        pool_index, slot_index = torch.tensor(pool_ids, device=device), torch.tensor(slots, device=device)
+    def grow_own(self, blocks: int) -> None:
+        """Room for longer sequences."""
+        have = self.own.shape[2]
+        if blocks > have:
+            self.own = torch.cat([self.own, _more(self.own, 2, blocks - have)], 2)
+
+    def grow_pool(self, blocks: int) -> None:
+        """At least so many more shared blocks; the pool doubles, so that this is rare."""
+        have = self.pool.shape[2]
+        extra = max(blocks, have)
+        self.pool = torch.cat([self.pool, _more(self.pool, 2, extra)], 2)
+        self.free_pool += range(have, have + extra)
+
+    def store_prompts(self, kept: PackedPaths, prompts: list[tuple[tuple[int, ...], list[int]]]) -> None:
+        """Copies prefilled keys and values in: per prompt (pool blocks, nodes of its path). The last is partial."""
+        nodes, blocks = [], []
+        for pool, path in prompts:
+            padded = path + [path[0]] * (len(pool) * BLOCK - len(path))
+            nodes += [padded[b * BLOCK : (b + 1) * BLOCK] for b in range(len(pool))]
+            blocks += pool
+        rows, index = (torch.tensor(x, device=self.pool.device) for x in (nodes, blocks))
         assert kept.kept is not None
         for layer, pair in kept.kept.items():
             for which, x in enumerate(pair):
-                if blocks:
-                    self.pool[which, layer, pool_index] = x[block_nodes].transpose(1, 2)
-                if slots:
-                    self.own[which, layer, 0, slot_index] = x[tail_nodes].transpose(1, 2)
+                self.pool[which, layer, index] = x[rows].transpose(1, 2)
+
+    def fill_slots(self, moves: list[tuple[int, int]]) -> None:
+        """Begins slots with the partial block of their prompt: (pool block, slot)."""
+        if moves:
+            blocks, slots = torch.tensor(moves, device=self.own.device).T
+            self.own[:, :, 0, slots] = self.pool[:, :, blocks]
 
     def copy_slots(self, moves: list[tuple[int, int]], used_blocks: int) -> None:
         """Copies whole slots (source, destination); every source is read before any destination is written."""
         if moves:
             source, destination = torch.tensor(moves, device=self.own.device).T
             self.own[:, :, :used_blocks, destination] = self.own[:, :, :used_blocks, source]
+
+
+def _more(x: Tensor, dim: int, count: int) -> Tensor:
+    return x.new_zeros(*x.shape[:dim], count, *x.shape[dim + 1 :])
 
 
 class DecodePaths:
