@@ -30,11 +30,11 @@ from typing import Any
 import numpy
 import torch
 from common import Deadline, Spread, against, command, finish, parser, start, table
-from tinyllm.engine.scheduler import Job, Sampled, Scheduler
 
 from tinyllm import models
 from tinyllm.engine.head import Policy
 from tinyllm.engine.sampling import seed_key
+from tinyllm.engine.scheduler import Job, Sampled, Scheduler
 from tinyllm.errors import ConfigError, EngineError
 from tinyllm.memory import keep_freed_memory
 from tinyllm.records import SamplingParams
@@ -252,6 +252,10 @@ def latency(
     header = ("concurrency", "first token p50", "p99", "token to token p50", "p99")
     table("Latency of streams in ms", header, rows)
     result["latency"] = found
+
+
+def _p50_p99(values: Sequence[float]) -> list[float]:
+    return [float(x) for x in numpy.percentile(values or [0.0], (50, 99))]
 
 
 # The server

@@ -537,10 +537,10 @@ def test_a_dead_engine_is_told_by_health_and_to_every_request(monkeypatch, capfd
 
 
 def test_a_server_that_stops_finishes_what_runs_and_takes_nothing_new(monkeypatch):
-    with serving.serving(max_batch=4) as server:
+    with serving.serving(max_batch=4, drain_s=300) as server:
         slowly(server, monkeypatch)
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(server.complete, prompt="a", max_tokens=60, ignore_eos=True, n=6)
+            running = pool.submit(server.complete, prompt="a", max_tokens=30, ignore_eos=True, n=6)
             until(lambda: server.service.worker.running == 4)
             server.loop.call_soon_threadsafe(server.stop.set)
             until(lambda: server.service.draining)

@@ -114,10 +114,10 @@ def ask(port, body):
 
 
 def test_a_process_from_start_to_drain(folder):
-    process, port = start(folder, "--model-name", "mine")
+    process, port = start(folder, "--drain-s", "300", "--model-name", "mine")
     with process:
         results = []
-        body = {"prompt": "a", "max_tokens": 450, "ignore_eos": True, "n": 8, "model": "mine", "stream": False}
+        body = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "n": 8, "model": "mine", "stream": False}
         thread = threading.Thread(target=lambda: results.append(ask(port, body)))
         assert ask(port, {"prompt": "a", "model": "mine"})[0] == 200
         thread.start()
@@ -130,10 +130,10 @@ def test_a_process_from_start_to_drain(folder):
                 break
             assert thread.is_alive(), "it ended before it could be seen running"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
         thread.join(10)
         (status, answer), err = results[0], process.stderr.read()
-    assert status == 200 and answer["usage"]["completion_tokens"] == 8 * 450
+    assert status == 200 and answer["usage"]["completion_tokens"] == 8 * 300
     assert err.startswith("stopping: 8 completions under way") and "Traceback" not in err
 
 

@@ -27,6 +27,7 @@ OPEN = ("/health",)
 _BODY_S = 60.0
 """How long a client may take to send a request."""
 _JSON = (b"content-type", b"application/json")
+_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
 def reply(obj: Any, status: int = 200) -> Response:
@@ -138,8 +139,9 @@ class Generation:
         if self.ticket.left:
             return
         self._raise_failure()
-        await self._start(send, _JSON)
-        await send({"type": "http.response.body", "body": self.answer.whole(self.done)})
+        body = self.answer.whole(self.done)
+        await self._start(send, _JSON, (b"content-length", str(len(body)).encode()))
+        await send({"type": "http.response.body", "body": body})
 
     async def _send_chunks(self, send: Send) -> None:
         """The status is sent with the first chunk, so that a failure before it has a status of its own."""
@@ -148,7 +150,7 @@ class Generation:
             body = await self._events()
             if body and not self.ticket.left:
                 if not begun:
-                    await self._start(send, (b"content-type", b"text/event-stream; charset=utf-8"))
+                    await self._start(send, *_EVENTS)
                     begun = True
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         if self.ticket.left:
@@ -191,10 +193,8 @@ class Generation:
         self.done |= ended
         return b"".join(chunks)
 
-    async def _start(self, send: Send, kind: tuple[bytes, bytes]) -> None:
-        headers = [kind, (b"x-request-id", self.answer.id.encode())]
-        if self.answer.asked.stream:
-            headers.append((b"cache-control", b"no-cache"))
+    async def _start(self, send: Send, *fields: tuple[bytes, bytes]) -> None:
+        headers = [*fields, (b"x-request-id", self.answer.id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
