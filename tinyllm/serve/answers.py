@@ -58,6 +58,7 @@ class Answer:
             "model": model,
             "seed": asked.seed,
         }
+        self._lead = b"data: " + to_json(self.head)[:-1]  # of every chunk, written once
         self._streams: dict[int, _ChoiceStream] = {}
 
     # -- whole ----------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class Answer:
         if stream is None:
             stream = self._streams[index] = _ChoiceStream(self, index)
         choice = stream.next(drawn, done)
-        return event({**self.head, "choices": [choice]}) if choice else b""
+        return b'%s,"choices":[%s]}\n\n' % (self._lead, to_json(choice)) if choice else b""
 
     def last_chunks(self, done: dict[int, Done]) -> bytes:
         """Usage, if asked for, and the end mark."""
