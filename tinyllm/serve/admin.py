@@ -27,6 +27,8 @@ from tinyllm.serve.metrics import Metrics
 from tinyllm.serve.replies import read_body, reply
 from tinyllm.serve.worker import Worker
 
+ADMIN_PATHS = frozenset({"/is_paused", "/pause", "/resume", "/update_weights_from_disk"})
+"""What needs the admin key."""
 _BODY_BYTES = 1 << 16
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # SGLang's, with the values that are what happens here.
@@ -69,8 +71,6 @@ class Admin:
         return self._labels.get(revision, str(revision))
 
     def routes(self) -> list[Route]:
-        for endpoint in (Admin.is_paused, Admin.pause, Admin.resume, Admin.update):
-            endpoint.needs_admin = True  # type: ignore[attr-defined]
         return [
             Route("/weight_info", self.weight_info),
             Route("/is_paused", self.is_paused),

@@ -21,7 +21,7 @@ from tinyllm.errors import TinyLLMError
 from tinyllm.records import Revision
 from tinyllm.serve import protocol
 from tinyllm.serve.access import Access
-from tinyllm.serve.admin import Admin
+from tinyllm.serve.admin import ADMIN_PATHS, Admin
 from tinyllm.serve.answers import Answer, TokenNames
 from tinyllm.serve.fields import Refused, parse_object
 from tinyllm.serve.metrics import CONTENT_TYPE, Metrics
@@ -68,7 +68,7 @@ class Service:
         self.outstanding = 0
         """Choices that were admitted and are not finished."""
         self.draining = False
-        self.app = Front(self._routes(), self.access, self.metrics)
+        self.app = Front(self._routes(), self.access, self.metrics, ADMIN_PATHS)
 
     def _scheduler(self, revision: Revision) -> Scheduler:
         return Scheduler(self.policy, self.tokenizer, max_batch=self.settings.max_batch, revision=revision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -64,14 +64,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 class Front:
     """Checks the key of a request, and counts the answer by route and status."""
 
-    def __init__(self, app: Starlette, access: Access, metrics: Metrics) -> None:
+    def __init__(self, app: Starlette, access: Access, metrics: Metrics, admin_paths: Collection[str]) -> None:
         self.app, self.access, self.metrics = app, access, metrics
         self.paths = {route.path for route in app.routes if isinstance(route, Route)}
-        self.admin_paths = {
-            route.path
-            for route in app.routes
-            if isinstance(route, Route) and getattr(route.endpoint, "needs_admin", False)
-        }
+        self.admin_paths = admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
