@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 HAS_TRL = importlib.util.find_spec("trl") is not None
-SCRIPTS = ("vs_trl", "learning", "scaling", "record_cost", "allocator", "losses")
+SCRIPTS = ("vs_trl", "learning", "scaling", "record_cost", "allocator", "losses", "serve")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,8 @@ def test_help_says_what_is_measured(name, monkeypatch, capsys):
         ("scaling", ["--group-sizes", "4,x"], "--group-sizes '4,x': write numbers with commas"),
         ("scaling", ["--max-tokens", "1"], "0 grid points cannot fix three coefficients"),
         ("record_cost", ["--steps", "3"], "--steps 3: give an even number"),
+        ("serve", ["--concurrency", "1,x"], "--concurrency '1,x': write numbers from 1 to 1024 with commas"),
+        ("serve", ["--rounds", "0"], "--rounds 0: give at least 1"),
     ],
 )
 def test_a_wrong_option_is_one_line(name, words, message, monkeypatch, capsys):
@@ -148,6 +150,19 @@ def test_record_cost(job, tmp_path, monkeypatch, capsys):
     assert len(result["steps"]) == 4 and result["interval"] == 20
     assert all(0 < s["record"] < s["step"] and 0 <= s["hash"] < s["step"] for s in result["steps"])
     assert 0 < result["recording_share"] < 1
+
+
+@pytest.mark.slow
+def test_serve(tmp_path):
+    out = tmp_path / "serve.json"
+    sizes = ["--streams", 12, "--batch", 4, "--prompt-tokens", 5, "--tokens", 4, "--concurrency", "1,3", "--rounds", 1]
+    done = script("serve", "--tiny", "--dtype", "float32", *sizes, "--threads", 1, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "answers that are not the engine's, token for token: 0" in done.stdout
+    result = json.loads(out.read_text())
+    assert set(result["throughput"]["tokens_per_s"]) == {"engine", "served, not streamed", "served, streamed"}
+    assert [line["concurrency"] for line in result["latency"]] == [1, 3]
+    assert all(0 < line["first_s"][0] <= line["first_s"][1] for line in result["latency"])
 
 
 def test_parts_count_their_own_time_only(monkeypatch):

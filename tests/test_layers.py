@@ -26,9 +26,9 @@ LAYERS = """
     engine
     cluster
     post
-    progress trackers score
+    progress trackers score subjects
     rundiff runview doctor clitext
-    htmlreport evals
+    htmlreport evals serve
     capstone
     cli
     __main__

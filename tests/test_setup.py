@@ -20,7 +20,8 @@ def test_pinned_versions_fit_the_ranges():
     assert all(str(version.operator) == "==" for version in versions.values())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for text in [*project["dependencies"], *(extras["dev"] + extras["gym"] + extras["json"] + extras["math"])]:
+    used = [text for name in ("dev", "gym", "json", "math", "serve") for text in extras[name]]
+    for text in [*project["dependencies"], *used]:
         needed = Requirement(text)
         if needed.name != "tinyllm":
             assert versions[needed.name].version in needed.specifier, f"{needed} against {versions[needed.name]}"

@@ -8,8 +8,8 @@ from tiny import EOS, STOPS, equal, gpt2, groups_of, llama, many_digits, metrics
 from transformers import AutoModelForCausalLM
 
 from tinyllm import models
-from tinyllm.evals.subjects import find_subject
 from tinyllm.post.run import resume
+from tinyllm.subjects import find_subject
 
 TRAINED, HELD_OUT = 9, 3
 """Prompts of the 12 rows."""

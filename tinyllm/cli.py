@@ -337,6 +337,12 @@ def _eval(words: Sequence[str]) -> int:
     return evaluate(words)
 
 
+def _serve(words: Sequence[str]) -> int:
+    from tinyllm.serve.command import main as serve
+
+    return serve(Arguments("serve"), words)
+
+
 COMMANDS = {
     "grpo": Command(
         "Train a model with Group Relative Policy Optimization on a verifiable reward.",
@@ -357,6 +363,11 @@ COMMANDS = {
         "Evaluate models on a frozen suite: accuracy with intervals, paired comparisons.",
         "tinyllm eval smollm2-135m-instruct RUN --task arithmetic",
         _eval,
+    ),
+    "serve": Command(
+        "Serve a model over HTTP, as OpenAI's API: token ids, log-probabilities, seeds, weight updates.",
+        "tinyllm serve smollm2-135m-instruct --port 8000",
+        _serve,
     ),
     "capstone": Command(
         "Take the bundled model from base over SFT and DPO to GRPO, evaluate every stage, write one report.",

@@ -21,11 +21,11 @@ import torch
 from tinyllm import models, rewards
 from tinyllm.config import GRPOConfig, RewardConfig
 from tinyllm.configio import overlay
+from tinyllm.engine.engine import Engine
 from tinyllm.errors import ConfigError, DataError, EngineError, RunError
 from tinyllm.evals import measure
-from tinyllm.evals.config import SuiteConfig, suite_of_run
+from tinyllm.evals.config import MachineConfig, SuiteConfig, suite_of_run
 from tinyllm.evals.server import Server
-from tinyllm.evals.subjects import Subject, find_subject, load_engine
 from tinyllm.evals.suite import cluster_labels, load_task, task_configs
 from tinyllm.evals.summary import summary
 from tinyllm.evals.training import suite_overlap
@@ -34,6 +34,7 @@ from tinyllm.post.grpo import collect_groups
 from tinyllm.records import Group, Prompt, Rollout, SamplingParams, Verdict
 from tinyllm.rollouts import write_table
 from tinyllm.rundir import new_run_path
+from tinyllm.subjects import Subject, find_subject, load_policy
 
 _BATCHES = 4
 """Batches of completions between two signs of life."""
@@ -228,7 +229,7 @@ class _Evaluation:
             longest = max(len(p.token_ids) for prompts in by_task for p in prompts) + answer.max_new_tokens
             room = max(map(len, by_task)) * answer.samples, longest
             tokenizer = self.tokenizers[subject.name]
-            client = load_engine(subject, self.config.machine, tokenizer, room)
+            client = _load_engine(subject, self.config.machine, tokenizer, room)
             params = replace(params, stop_token_ids=models.stop_token_ids(tokenizer, client.policy.causal))
             for prompts in by_task:
                 client.slots(prompts, params)  # refuses what does not fit, before any work
@@ -256,6 +257,16 @@ class _Evaluation:
                 for rollout in group.rollouts:
                     measure.score(rollout.verdict)
         return groups
+
+
+def _load_engine(subject: Subject, machine: MachineConfig, tokenizer: Any, room: tuple[int, int]) -> Engine:
+    """The model ready to sample. room: (samples of the largest task, tokens of the longest prompt and completion)."""
+    samples = min(machine.max_batch, room[0])
+    cached = machine.cache_tokens or samples * room[1]
+    policy, revision = load_policy(subject, machine.dtype, machine.device, samples=samples, cached=cached)
+    engine = Engine(policy, tokenizer, max_batch=machine.max_batch, cache_tokens=machine.cache_tokens)
+    engine.publish(revision)
+    return engine
 
 
 def _served_groups(server: Server, prompts: Sequence[Prompt], params: SamplingParams, verify: Any) -> list[Group]:

@@ -1,4 +1,4 @@
-"""What can be evaluated: a model, a run's result, its best weights, a checkpoint, a model behind a server."""
+"""What can be sampled from: a model, a run's result, its best weights, a checkpoint, a model behind a server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 
 from tinyllm import models
 from tinyllm.config import GRPOConfig
-from tinyllm.engine.engine import Engine
 from tinyllm.engine.head import Policy
 from tinyllm.engine.kv_cache import CacheShape
 from tinyllm.errors import ModelError, RunError
-from tinyllm.evals.config import MachineConfig
 from tinyllm.memory import MemoryEstimate, available_memory, gib, keep_freed_memory, memory_estimate
 from tinyllm.records import Revision
 from tinyllm.rundir import MANIFEST, RunDir
@@ -83,16 +81,15 @@ def _offer(run: RunDir) -> str:
     return f"checkpoints: {steps}" if steps else "it has no checkpoints"
 
 
-def load_engine(subject: Subject, machine: MachineConfig, tokenizer: Any, room: tuple[int, int]) -> Engine:
-    """The model ready to sample, checked against memory first. Raises ModelError, RunError.
+def load_policy(subject: Subject, dtype: str, device: str, *, samples: int, cached: int) -> tuple[Policy, Revision]:
+    """The model ready to sample and its revision, checked against memory first. Raises ModelError, RunError.
 
-    room: (samples of the largest task, tokens of the longest prompt with its completion).
+    samples: completions that run together; cached: tokens of the key-value cache.
     """
-    dtype = machine.dtype
     if subject.run is not None and dtype == "auto":
         dtype = subject.run.config.model.dtype
-    device = models.pick_device(machine.device)
-    _require_room(subject, machine, models.pick_dtype(dtype, device), device, room)
+    device = models.pick_device(device)
+    _require_room(subject, models.pick_dtype(dtype, device), device, samples, cached)
     model: Any = models.load_model(subject.source, dtype, device)
     if device == "cpu":
         keep_freed_memory()
@@ -100,20 +97,14 @@ def load_engine(subject: Subject, machine: MachineConfig, tokenizer: Any, room: 
         model = _with_checkpoint(subject, model)
     policy = Policy(model.requires_grad_(False))
     policy.check()
-    engine = Engine(policy, tokenizer, max_batch=machine.max_batch, cache_tokens=machine.cache_tokens)
-    engine.publish(Revision(subject.step or 0, models.content_hash(model)))
-    return engine
+    return policy, Revision(subject.step or 0, models.content_hash(model))
 
 
-def _require_room(
-    subject: Subject, machine: MachineConfig, dtype: torch.dtype, device: str, room: tuple[int, int]
-) -> None:
+def _require_room(subject: Subject, dtype: torch.dtype, device: str, samples: int, cached: int) -> None:
     """Weights and cache must fit into what is free."""
     arch = models.load_config(subject.source)
-    samples, length = room
-    cached = machine.cache_tokens or min(machine.max_batch, samples) * length
     cache = cached * CacheShape.of(arch, dtype).token_bytes
-    logits = 3 * 4 * min(machine.max_batch, samples) * arch.get_text_config().vocab_size
+    logits = 3 * 4 * samples * arch.get_text_config().vocab_size
     needed = MemoryEstimate((*memory_estimate(arch, dtype).parts, ("key-value cache", cache), ("logits", logits)))
     free, total = available_memory(device)
     if needed.total > free:

@@ -1,0 +1,308 @@
+"""The routes: what is asked is checked, admitted to the engine, waited for, and answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import tinyllm
+from tinyllm import models
+from tinyllm.engine.head import Policy
+from tinyllm.engine.scheduler import Scheduler
+from tinyllm.errors import TinyLLMError
+from tinyllm.records import Revision
+from tinyllm.serve import protocol
+from tinyllm.serve.access import Access
+from tinyllm.serve.admin import ADMIN_PATHS, Admin
+from tinyllm.serve.answers import Answer, TokenNames
+from tinyllm.serve.fields import Refused, parse_object
+from tinyllm.serve.metrics import CONTENT_TYPE, Metrics
+from tinyllm.serve.protocol import Asked
+from tinyllm.serve.replies import Front, Generation, read_body, refusal, reply
+from tinyllm.serve.worker import Done, Event, Ticket, Worker, dead
+
+LOGPROBS = "after temperature, top-k, top-p, min-p"
+"""The distribution that log-probabilities are of: the one a token was drawn from (greedy: that of temperature 1)."""
+_LONG_TEXT = 20_000
+"""Characters from which on a prompt is tokenized beside the event loop."""
+RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server is started with."""
+
+    model_name: str
+    max_length: int
+    """Prompt and completion together, in tokens."""
+    max_batch: int = 64
+    max_queue: int = 1024
+    """Samples that may wait for a slot."""
+    max_body_bytes: int = 4 << 20
+    drain_s: float = 30.0
+    api_key: str | None = None
+    admin_key: str | None = None
+    threads: int | None = None
+
+
+class Service:
+    """One model, served. `app` is the ASGI application; start and close are called in its event loop."""
+
+    def __init__(self, policy: Policy, tokenizer: Any, revision: Revision, settings: Settings) -> None:
+        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
+        self.stop_ids = models.stop_token_ids(tokenizer, policy.causal)
+        self.names = TokenNames(tokenizer)
+        self.access = Access(settings.api_key, settings.admin_key)
+        self.worker = Worker(self._scheduler, revision, self._deliver, self._failed, settings.threads)
+        self.metrics = Metrics(lambda: self.worker.running, lambda: self.worker.waiting)
+        self.admin = Admin(policy, self.worker, self.metrics)
+        self.tickets: set[Ticket] = set()
+        self.outstanding = 0
+        """Choices that were admitted and are not finished."""
+        self.draining = False
+        self.app = Front(self._routes(), self.access, self.metrics, ADMIN_PATHS)
+
+    def _scheduler(self, revision: Revision) -> Scheduler:
+        return Scheduler(self.policy, self.tokenizer, max_batch=self.settings.max_batch, revision=revision)
+
+    def _routes(self) -> Starlette:
+        routes = [
+            Route("/health", self.health),
+            Route("/version", self.version),
+            Route("/metrics", self.show_metrics),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{name:path}", self.one_model),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            *self.admin.routes(),
+        ]
+        handlers: dict[Any, Any] = {Refused: _refused, HTTPException: _no_route, Exception: _crashed}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.worker.start()
+
+    async def drain(self) -> int:
+        """Takes no more requests and waits for those under way, at most drain_s; returns how many were cut off."""
+        self.draining = True
+        if self.worker.paused and self.worker.died is None:
+            await self.worker.resume()  # what runs could not finish otherwise
+        try:
+            async with asyncio.timeout(self.settings.drain_s):
+                while self.tickets:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            pass
+        cut = list(self.tickets)
+        for ticket in cut:
+            ticket.fail(Refused("the server stops", status=503, kind="server_error", code="shutting_down"))
+        return len(cut)
+
+    def close(self) -> None:
+        self.worker.stop()
+        self.worker.thread.join(10)
+
+    # -- between the engine and requests --------------------------------------------------------------------------
+
+    def admit(self, asked: Asked, prompts: Sequence[tuple[int, ...]]) -> Ticket:
+        """A place for every choice. Raises Refused: too long (400), queue full (429), not serving (503)."""
+        if self.draining:
+            raise Refused(
+                "the server is shutting down", status=503, kind="server_error", code="shutting_down", retry_after_s=5
+            )
+        if self.worker.died is not None:
+            raise dead(self.worker.died)
+        most = self.settings.max_batch + self.settings.max_queue
+        if len(asked.keys) > most:
+            raise Refused(f"{len(asked.keys)} completions are asked for; one request may have {most}", param="n")
+        params = [asked.params(self._length(asked, len(ids), i), self.stop_ids) for i, ids in enumerate(prompts)]
+        if self.outstanding + len(asked.keys) > most:
+            raise Refused(
+                f"the queue is full ({self.outstanding} completions of {most}); try again",
+                status=429,
+                kind="rate_limit_error",
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        ticket = Ticket(prompts, params, asked.keys, asked.n, asked.stream, asked.top_logprobs)
+        self.outstanding += ticket.choices
+        self.tickets.add(ticket)
+        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        self.worker.submit(ticket)
+        return ticket
+
+    def _length(self, asked: Asked, prompt: int, number: int) -> int:
+        """Tokens that a completion may have."""
+        room = self.settings.max_length - prompt
+        default = room if asked.chat else min(protocol.COMPLETION_TOKENS, room)
+        length = default if asked.max_tokens is None else asked.max_tokens
+        if room < 1 or length > room:
+            which = f"prompt {number}" if len(asked.prompts) > 1 else "the prompt"
+            wants = f" and max_tokens is {length}" if asked.max_tokens is not None else ""
+            raise Refused(
+                f"{which} has {prompt} tokens{wants}; together with the completion {self.settings.max_length} fit",
+                param="messages" if asked.chat else "prompt",
+                code="context_length_exceeded",
+            )
+        return length
+
+    def release(self, ticket: Ticket) -> None:
+        """Nobody waits for the rest of a request any more: its slots are free."""
+        ticket.closed = True
+        self.tickets.discard(ticket)
+        if ticket.open:
+            self.worker.cancel(ticket)
+            self.outstanding -= len(ticket.open)
+            ticket.open.clear()
+
+    def _deliver(self, entries: list[tuple[Ticket, Event]]) -> None:
+        for ticket, (choice, what) in entries:
+            if ticket.closed:
+                continue
+            if isinstance(what, Done):
+                ticket.open.discard(choice)
+                self.outstanding -= 1
+                self._observe(ticket, what)
+            ticket.events.append((choice, what))
+            ticket.wake.set()
+
+    def _observe(self, ticket: Ticket, done: Done) -> None:
+        count = len(done.sampled.token_ids)
+        self.metrics.completion_tokens.inc(count)
+        self.metrics.first_token_s.observe(done.first_at - ticket.arrived_at)
+        if count > 1:
+            self.metrics.token_s.observe((done.last_at - done.first_at) / (count - 1))
+
+    def _failed(self, tickets: list[Ticket] | None, why: str) -> None:
+        """The engine could not go on with some requests; with all of them (None) when it died."""
+        for ticket in list(self.tickets) if tickets is None else tickets:
+            self.metrics.failed.inc()
+            ticket.fail(Refused(f"the engine failed: {why}", status=500, kind="server_error", code="engine_error"))
+
+    # -- routes ---------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Any:
+        """POST /v1/completions"""
+        return await self._generate(request, protocol.read_completion)
+
+    async def chat(self, request: Request) -> Any:
+        """POST /v1/chat/completions"""
+        return await self._generate(request, protocol.read_chat)
+
+    async def _generate(self, request: Request, reader: Any) -> Any:
+        body = parse_object(await read_body(request, self.settings.max_body_bytes))
+        name = request.headers.get("x-request-id")
+        if name is not None and body.get("request_id") is None:
+            body["request_id"] = protocol.request_id("X-Request-Id", name)
+        asked: Asked = reader(body, self.policy.vocab_size)
+        self._require_model(asked.model)
+        if sum(len(p) for p in asked.prompts if isinstance(p, str)) > _LONG_TEXT or asked.chat:
+            prompts = await asyncio.to_thread(self._render, asked)
+        else:
+            prompts = self._render(asked)
+        answer = Answer(asked, prompts, self.settings.model_name, self.names, self.admin.label)
+        return Generation(self, answer, prompts)
+
+    def _render(self, asked: Asked) -> list[tuple[int, ...]]:
+        """Every prompt as token ids, by the one function that training uses too. Raises Refused."""
+        rendered: list[tuple[int, ...]] = []
+        for prompt in asked.prompts:
+            if isinstance(prompt, str) or asked.chat:
+                rule = "chat" if asked.chat else "raw"
+                try:
+                    rendered.append(models.render(self.tokenizer, prompt, rule)[1])  # type: ignore[arg-type]
+                except TinyLLMError as error:
+                    raise Refused(str(error), param="messages" if asked.chat else "prompt") from None
+            else:
+                rendered.append(prompt)  # type: ignore[arg-type]
+        return rendered
+
+    def _require_model(self, name: str | None) -> None:
+        if name is not None and name != self.settings.model_name:
+            raise Refused(
+                f"there is no model {name[:200]!r}; this server has {self.settings.model_name!r}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.settings.model_name,
+            "object": "model",
+            "created": self.admin.started,
+            "owned_by": "tinyllm",
+            "max_model_len": self.settings.max_length,
+        }
+
+    async def list_models(self, _: Request) -> Response:
+        """GET /v1/models"""
+        return reply({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        """GET /v1/models/NAME"""
+        self._require_model(request.path_params["name"])
+        return reply(self._card())
+
+    async def health(self, _: Request) -> Response:
+        """GET /health: 200 when requests are taken, else 503 with the reason."""
+        if self.worker.died is not None:
+            return reply({"status": "failed", "reason": self.worker.died}, 503)
+        if self.draining:
+            return reply({"status": "draining", "reason": "the server is shutting down"}, 503)
+        return reply({"status": "ok", "paused": self.worker.paused})
+
+    async def version(self, _: Request) -> Response:
+        """GET /version: what this server is and can, for a client to ask before it samples."""
+        settings = self.settings
+        return reply(
+            {
+                "server": "tinyllm",
+                "version": tinyllm.__version__,
+                "model": settings.model_name,
+                "dtype": str(self.policy.head_weight.dtype).removeprefix("torch."),
+                "device": str(self.policy.device),
+                "vocabulary": self.policy.vocab_size,
+                "logprobs": LOGPROBS,
+                "token_ids": True,
+                "seeds": True,
+                "seed_keys": True,
+                "revision_spans": True,
+                "limits": {
+                    "max_length": settings.max_length,
+                    "max_batch": settings.max_batch,
+                    "max_queue": settings.max_queue,
+                    "max_body_bytes": settings.max_body_bytes,
+                    "max_logprobs": protocol.MAX_LOGPROBS,
+                },
+            }
+        )
+
+    async def show_metrics(self, _: Request) -> Response:
+        """GET /metrics"""
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+
+async def _refused(_: Request, error: Any) -> Response:
+    return refusal(error)
+
+
+async def _no_route(request: Request, error: Any) -> Response:
+    what = f"{request.method} {request.url.path}"[:200]
+    reasons = {404: f"{what}: no such route", 405: f"{what}: this route takes another method"}
+    return refusal(Refused(reasons.get(error.status_code, str(error.detail)), status=error.status_code))
+
+
+async def _crashed(_: Request, error: Any) -> Response:
+    kind = type(error).__name__
+    return refusal(Refused(f"the server made a mistake ({kind}); its log has more", status=500, kind="server_error"))

@@ -1,0 +1,202 @@
+"""What stands around the routes: keys and counts for every request, and the answer that waits for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinyllm.serve.access import Access
+from tinyllm.serve.answers import Answer, event
+from tinyllm.serve.fields import Refused, to_json
+from tinyllm.serve.metrics import Metrics
+from tinyllm.serve.protocol import Asked
+from tinyllm.serve.worker import Done, Drawn, Ticket
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+OPEN = ("/health",)
+"""Routes that need no key."""
+_BODY_S = 60.0
+"""How long a client may take to send a request."""
+_JSON = (b"content-type", b"application/json")
+_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+
+def reply(obj: Any, status: int = 200) -> Response:
+    return Response(to_json(obj), status, media_type="application/json")
+
+
+def refusal(error: Refused) -> Response:
+    """An error as OpenAI's API has it."""
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    return Response(to_json(error.body), error.status, headers, media_type="application/json")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body of a request. Raises Refused: too large (413), too slow (408)."""
+    too_large = Refused(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise Refused(f"the body did not arrive within {_BODY_S:g} s", status=408, code="timeout") from None
+    except ClientDisconnect:
+        raise Refused("the client hung up", status=499, code="client_closed_request") from None
+    return b"".join(parts)
+
+
+class Front:
+    """Checks the key of a request, and counts the answer by route and status."""
+
+    def __init__(self, app: Starlette, access: Access, metrics: Metrics, admin_paths: Collection[str]) -> None:
+        self.app, self.access, self.metrics = app, access, metrics
+        self.paths = {route.path for route in app.routes if isinstance(route, Route)}
+        self.admin_paths = admin_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        route = path if path in self.paths else "other"
+        headers = dict(scope["headers"])
+        name = headers.get(b"x-request-id")
+
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests.labels(route, str(message["status"])).inc()
+                given = message.setdefault("headers", [])
+                if name is not None and not any(key == b"x-request-id" for key, _ in given):
+                    message["headers"] = [*given, (b"x-request-id", name)]
+            await send(message)
+
+        if path not in OPEN:
+            try:
+                self.access.check(headers.get(b"authorization", b""), admin=path in self.admin_paths, path=path)
+            except Refused as error:
+                await refusal(error)(scope, receive, counted)
+                return
+        await self.app(scope, receive, counted)
+
+
+class Waiting(Protocol):
+    """What Generation needs of the service."""
+
+    metrics: Metrics
+
+    def admit(self, asked: Asked, prompts: Sequence[tuple[int, ...]]) -> Ticket: ...
+
+    def release(self, ticket: Ticket) -> None: ...
+
+
+class Generation:
+    """The answer to a request for completions, as an ASGI application: admits it, waits, and sends what comes.
+
+    A client that hangs up is noticed at once, whether it waits for the whole or for the next chunk.
+    """
+
+    def __init__(self, service: Waiting, answer: Answer, prompts: Sequence[tuple[int, ...]]) -> None:
+        self.service, self.answer = service, answer
+        self.ticket = service.admit(answer.asked, prompts)
+        self.done: dict[int, Done] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ticket = self.ticket
+        watch = asyncio.create_task(_watch(receive, ticket))
+        try:
+            if self.answer.asked.stream:
+                await self._send_chunks(send)
+            else:
+                await self._send_whole(send)
+            if ticket.left and ticket.open:
+                self.service.metrics.dropped.inc()
+        finally:
+            self.service.release(ticket)
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    async def _send_whole(self, send: Send) -> None:
+        while not self._over():
+            await self._events()
+        if self.ticket.left:
+            return
+        self._raise_failure()
+        body = self.answer.whole(self.done)
+        await self._start(send, _JSON, (b"content-length", str(len(body)).encode()))
+        await send({"type": "http.response.body", "body": body})
+
+    async def _send_chunks(self, send: Send) -> None:
+        """The status is sent with the first chunk, so that a failure before it has a status of its own."""
+        begun = False
+        while not self._over():
+            body = await self._events()
+            if body and not self.ticket.left:
+                if not begun:
+                    await self._start(send, *_EVENTS)
+                    begun = True
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        if self.ticket.left:
+            return
+        if not begun:
+            self._raise_failure()
+        failure = self.ticket.failed
+        last = self.answer.last_chunks(self.done) if failure is None else event(failure.body)
+        await send({"type": "http.response.body", "body": last})
+
+    def _over(self) -> bool:
+        ticket = self.ticket
+        return ticket.left or ticket.failed is not None or len(self.done) == ticket.choices
+
+    def _raise_failure(self) -> None:
+        if self.ticket.failed is not None:
+            raise self.ticket.failed
+
+    async def _events(self) -> bytes:
+        """Waits for news of the engine; returns the chunks that they make in a stream."""
+        ticket = self.ticket
+        await ticket.wake.wait()
+        ticket.wake.clear()
+        if not ticket.streaming:
+            for choice, what in ticket.events:
+                assert isinstance(what, Done)
+                self.done[choice] = what
+            ticket.events.clear()
+            return b""
+        drawn: dict[int, list[Drawn]] = {}
+        ended: dict[int, Done] = {}
+        for choice, what in ticket.events:
+            if isinstance(what, Done):
+                ended[choice] = what
+                drawn.setdefault(choice, [])
+            else:
+                drawn.setdefault(choice, []).append(what)
+        ticket.events.clear()
+        chunks = [self.answer.chunk(choice, tokens, ended.get(choice)) for choice, tokens in drawn.items()]
+        self.done |= ended
+        return b"".join(chunks)
+
+    async def _start(self, send: Send, *fields: tuple[bytes, bytes]) -> None:
+        headers = [*fields, (b"x-request-id", self.answer.id.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _watch(receive: Receive, ticket: Ticket) -> None:
+    """Notices the client hanging up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    ticket.left = True
+    ticket.wake.set()

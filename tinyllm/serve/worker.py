@@ -1,0 +1,347 @@
+"""The thread that the engine runs in: submissions, cancellations and changes of weights between steps, then a step.
+
+The event loop talks to it through a queue of actions; it talks back in one call per step, with everything that the
+step brought. Nothing of the scheduler is touched by another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import queue
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from tinyllm.engine.scheduler import Job, Sampled, Scheduler
+from tinyllm.errors import EngineError
+from tinyllm.records import Revision, SamplingParams
+from tinyllm.serve.fields import Refused
+
+Top = list[tuple[int, float]]
+
+
+class Drawn(NamedTuple):
+    """A token of a choice, as it is drawn."""
+
+    token: int
+    logprob: float
+    top: Top
+
+
+@dataclass(slots=True)
+class Done:
+    """A choice that is finished."""
+
+    sampled: Sampled
+    top: list[Top]
+    """For each token the alternatives that were asked for."""
+    first_at: float
+    """time.monotonic() of its first token."""
+    last_at: float
+
+
+Event = tuple[int, Drawn | Done]
+"""(choice, what happened)"""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request under way; what can change but `jobs` belongs to the event loop."""
+
+    prompts: Sequence[tuple[int, ...]]
+    params: Sequence[SamplingParams]
+    """One per prompt."""
+    keys: tuple[int, ...]
+    n: int
+    streaming: bool
+    top_logprobs: int
+    arrived_at: float = field(default_factory=time.monotonic)
+    events: deque[Event] = field(default_factory=deque)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    open: set[int] = field(init=False)
+    """Choices that are not finished."""
+    failed: Refused | None = None
+    left: bool = False
+    """The client has hung up."""
+    closed: bool = False
+    """Nobody reads its events any more."""
+    jobs: tuple[Job, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.open = set(range(len(self.keys)))
+
+    @property
+    def choices(self) -> int:
+        return len(self.keys)
+
+    def fail(self, why: Refused) -> None:
+        self.failed = why
+        self.wake.set()
+
+
+class _Sink:
+    """What one job's callbacks write to, in the engine thread."""
+
+    def __init__(self, worker: Worker, ticket: Ticket, first: int) -> None:
+        self.worker, self.ticket, self.first = worker, ticket, first
+        self.top: list[list[Top]] = [[] for _ in range(ticket.n)]
+        self.first_at = [0.0] * ticket.n
+        self.left = ticket.n
+
+    def on_token(self, sample: int, token: int, logprob: float, top: Top) -> None:
+        if not self.first_at[sample]:
+            self.first_at[sample] = time.monotonic()
+        if self.ticket.top_logprobs:
+            top = [(other, value) for other, value in top if value > -math.inf]  # top-k may leave fewer than asked for
+            self.top[sample].append(top)
+        if self.ticket.streaming:
+            self.worker.outbox.append((self.ticket, (self.first + sample, Drawn(token, logprob, top))))
+
+    def on_finish(self, sampled: Sampled) -> None:
+        done = Done(sampled, self.top[sampled.sample], self.first_at[sampled.sample], time.monotonic())
+        self.worker.outbox.append((self.ticket, (self.first + sampled.sample, done)))
+        self.left -= 1
+        if not self.left:
+            self.worker.forget(self.ticket)
+
+
+class Worker:
+    """Runs a scheduler in a thread of its own. Methods without "engine thread" in their text are the event loop's."""
+
+    def __init__(
+        self,
+        make_scheduler: Callable[[Revision], Scheduler],
+        revision: Revision,
+        deliver: Callable[[list[tuple[Ticket, Event]]], None],
+        on_failure: Callable[[list[Ticket] | None, str], None],
+        threads: int | None = None,
+    ) -> None:
+        self.make_scheduler, self.revision = make_scheduler, revision
+        self.deliver, self.on_failure, self.threads = deliver, on_failure, threads
+        self.outbox: list[tuple[Ticket, Event]] = []
+        self.died: str | None = None
+        self.paused = False
+        self.running = self.waiting = 0
+        self.steps = 0
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tickets: dict[Ticket, int] = {}
+        """Those with jobs in the scheduler, with how many."""
+        self._held: list[Ticket] = []
+        """Those that came while paused; they enter at resume."""
+        self._asking: set[asyncio.Future[Any]] = set()
+        """Who waits for an action to be done."""
+        self._draining: list[asyncio.Future[None]] = []
+        """Who waits for the engine to be idle, to pause it."""
+        self._stop = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Called in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the step it is in."""
+        self._actions.put(self._end)
+
+    def submit(self, ticket: Ticket) -> None:
+        self._actions.put(lambda: self._submit(ticket))
+
+    def cancel(self, ticket: Ticket) -> None:
+        self._actions.put(lambda: self._cancel(ticket))
+
+    async def pause(self, mode: str) -> None:
+        """No step any more: at once ("keep"), or when all that runs is finished ("wait")."""
+        future = self._future()
+        self._actions.put(lambda: self._pause(mode, future))
+        await self._answer(future)
+
+    async def resume(self) -> None:
+        await self.call(self._resume)
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Runs a function in the engine thread between two steps, paused or not, and returns what it returns."""
+        future = self._future()
+
+        def act() -> None:
+            try:
+                result = function()
+            except Exception as error:  # noqa: BLE001 - handed on to the caller
+                self._tell(_settle, future, None, error)
+            else:
+                self._tell(_settle, future, result, None)
+
+        self._actions.put(act)
+        return await self._answer(future)
+
+    def _future(self) -> asyncio.Future[Any]:
+        if self.died is not None:
+            raise dead(self.died)
+        assert self._loop is not None
+        future = self._loop.create_future()
+        self._asking.add(future)
+        return future
+
+    async def _answer(self, future: asyncio.Future[Any]) -> Any:
+        try:
+            return await future
+        finally:
+            self._asking.discard(future)
+
+    def _told_dead(self, why: str) -> None:
+        """Whoever asks a dead engine for something is told."""
+        for future in self._asking:
+            _settle(future, None, dead(why))
+        self.on_failure(None, why)
+
+    # -- engine thread --------------------------------------------------------------------------------------------
+
+    def forget(self, ticket: Ticket) -> None:
+        """A job of the ticket is finished (engine thread)."""
+        self._tickets[ticket] -= 1
+        if not self._tickets[ticket]:
+            del self._tickets[ticket]
+
+    def publish(self, revision: Revision) -> None:
+        """The weights were changed (engine thread, through call)."""
+        self.revision = revision
+        self.scheduler.publish(revision)
+
+    def _run(self) -> None:
+        try:
+            if self.threads:
+                torch.set_num_threads(self.threads)
+            self.scheduler = self.make_scheduler(self.revision)
+            busy = False
+            while not self._stop:
+                self._act(block=not busy)
+                busy = not self.paused and not self._stop and self._step()
+                if self._draining and not busy:
+                    self._now_paused()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the server has to say that it cannot serve
+            self.died = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+            self._tell(self._told_dead, self.died)
+
+    def _act(self, block: bool) -> None:
+        """Everything that was asked for; waits for the first when there is nothing else to do."""
+        try:
+            self._actions.get(block)()
+            while True:
+                self._actions.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _step(self) -> bool:
+        try:
+            busy = self.scheduler.step()
+        except (EngineError, MemoryError, RuntimeError) as error:
+            if not _is_survivable(error):
+                raise
+            self._recover(str(error) or type(error).__name__)
+            busy = self.scheduler.waiting > 0
+        self.steps += 1
+        self.running, self.waiting = self.scheduler.running, self.scheduler.waiting
+        if self.outbox:
+            out, self.outbox = self.outbox, []
+            self._tell(self.deliver, out)
+        return busy
+
+    def _recover(self, why: str) -> None:
+        """Fails the requests that ran in a step that could not be done; those that had not begun start in a new one."""
+        concerned = [ticket for ticket in self._tickets if any(job.started for job in ticket.jobs)]
+        rest = [ticket for ticket in self._tickets if ticket not in concerned]
+        gone = set(map(id, concerned))
+        self.outbox = [entry for entry in self.outbox if id(entry[0]) not in gone]
+        self._tickets.clear()
+        self.scheduler = self.make_scheduler(self.revision)
+        self._tell(self.on_failure, concerned, why)
+        for ticket in rest:
+            self._submit(ticket)
+
+    def _submit(self, ticket: Ticket) -> None:
+        if self.paused or self._draining:
+            self._held.append(ticket)
+            self.waiting = self.scheduler.waiting + sum(t.choices for t in self._held)
+            return
+        jobs = []
+        for number, (ids, params) in enumerate(zip(ticket.prompts, ticket.params, strict=True)):
+            first = number * ticket.n
+            sink = _Sink(self, ticket, first)
+            keys = ticket.keys[first : first + ticket.n]
+            name = f"{id(ticket)}/{number}"
+            jobs.append(Job(name, ids, params, keys, sink.on_finish, sink.on_token, ticket.top_logprobs))
+        ticket.jobs = tuple(jobs)
+        self._tickets[ticket] = len(jobs)
+        for job in jobs:
+            self.scheduler.submit(job)
+        self.waiting = self.scheduler.waiting
+
+    def _cancel(self, ticket: Ticket) -> None:
+        if ticket in self._held:
+            self._held.remove(ticket)
+        if self._tickets.pop(ticket, None):
+            for job in ticket.jobs:
+                self.scheduler.cancel(job.id)
+        self.running, self.waiting = self.scheduler.running, self.scheduler.waiting
+
+    def _pause(self, mode: str, future: asyncio.Future[None]) -> None:
+        if self.paused:
+            self._tell(_settle, future, None, None)
+        else:
+            self._draining.append(future)
+            if mode == "keep":
+                self._now_paused()
+
+    def _now_paused(self) -> None:
+        self.paused = True
+        for future in self._draining:
+            self._tell(_settle, future, None, None)
+        self._draining.clear()
+
+    def _resume(self) -> None:
+        self.paused = False
+        held, self._held = self._held, []
+        for future in self._draining:
+            self._tell(_settle, future, None, Refused("resumed before the pause was reached", status=409))
+        self._draining.clear()
+        for ticket in held:
+            self._submit(ticket)
+
+    def _end(self) -> None:
+        self._stop = True
+
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            self._stop = True
+
+
+def dead(why: str) -> Refused:
+    """What a server without an engine answers."""
+    return Refused(f"the engine has stopped working: {why}; restart the server", status=503, kind="server_error")
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():  # its caller has gone
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _is_survivable(error: Exception) -> bool:
+    """Numbers that cannot be sampled from, or memory that is not there: the requests fail, the engine does not."""
+    out_of_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+    return isinstance(error, EngineError) or out_of_memory or "can't allocate memory" in str(error)
