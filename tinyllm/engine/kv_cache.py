@@ -68,7 +68,8 @@ class KVCache:
 
     def store_prompts(self, kept: PackedPaths, prompts: list[tuple[tuple[int, ...], list[int]]]) -> None:
         """Copies prefilled keys and values in: per prompt (pool blocks, nodes of its path). The last is partial."""
-        nodes, blocks = [], []
+        nodes: list[list[int]] = []
+        blocks: list[int] = []
         for pool, path in prompts:
             padded = path + [path[0]] * (len(pool) * BLOCK - len(path))
             nodes += [padded[b * BLOCK : (b + 1) * BLOCK] for b in range(len(pool))]
