@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import select
 import signal
@@ -88,7 +87,7 @@ def main() -> None:
         tokenizer = models.load_tokenizer(name)
         policy = Policy(models.load_model(name, arguments.dtype, "cpu").requires_grad_(False))
         keep_freed_memory()
-        with serving(name, arguments) as port:
+        with serving(name, arguments) as (port, _):
             jobs = Jobs.make(arguments.streams, arguments.prompt_tokens, arguments.tokens, policy.vocab_size)
             engine = partial(run_engine, policy, tokenizer, arguments.batch)
             compare(engine, port, jobs, arguments, deadline, result)
@@ -136,9 +135,9 @@ class Served:
     """From token to token, where it is streamed."""
 
 
-def run_server(port: int, jobs: Jobs, stream: bool, concurrency: int) -> Served:
+def run_server(port: int, jobs: Jobs, stream: bool, concurrency: int, bodies: Any = Jobs.bodies) -> Served:
     """A server, through the client process. Raises EngineError when an answer is not whole."""
-    given = {"port": port, "concurrency": concurrency, "path": "/v1/completions", "jobs": jobs.bodies(stream)}
+    given = {"port": port, "concurrency": concurrency, "path": "/v1/completions", "jobs": bodies(jobs, stream)}
     done = subprocess.run(
         [sys.executable, str(CLIENT)], input=json.dumps(given), capture_output=True, text=True, timeout=900
     )
@@ -254,21 +253,17 @@ def latency(
     result["latency"] = found
 
 
-def _p50_p99(values: Sequence[float]) -> list[float]:
-    return [float(x) for x in numpy.percentile(values or [0.0], (50, 99))]
-
-
 # The server
 
 
 @contextmanager
-def serving(model: str, arguments: argparse.Namespace) -> Iterator[int]:
-    """`tinyllm serve` in a process of its own; its port."""
+def serving(model: str, arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """`tinyllm serve` in a session of its own; its port and process."""
     words = ["--port", "0", "--max-batch", arguments.batch, "--max-queue", 4096, "--dtype", arguments.dtype]
     words += ["--max-length", arguments.prompt_tokens + arguments.tokens, "--device", "cpu"]
     words += ["--threads", torch.get_num_threads()]
     line = [sys.executable, "-m", "tinyllm", "serve", model, *map(str, words)]
-    server = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    server = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert server.stdout is not None
         if not select.select([server.stdout], [], [], _READY_S)[0]:
@@ -276,8 +271,9 @@ def serving(model: str, arguments: argparse.Namespace) -> Iterator[int]:
         said = server.stdout.readline()
         if "serving " not in said:
             raise EngineError("the server did not start; its error stands above")
-        yield int(said.rpartition(":")[2].partition("/")[0])
+        yield int(said.rpartition(":")[2].partition("/")[0]), server.pid
     finally:
+        server.send_signal(signal.SIGCONT)  # it may be stopped
         server.send_signal(signal.SIGTERM)
         try:
             server.wait(60)
