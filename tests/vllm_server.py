@@ -31,6 +31,7 @@ SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # /weight_info, /pause, /resume, /server_info
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",  # its own bound, 300, ends the engine when a busy machine compiles
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -146,6 +147,8 @@ def serve(
     venv, port = environment(), free_port()
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     settings |= SETTINGS | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    if "--enforce-eager" in options:  # else its sampler is compiled all the same, by g++ at the first request
+        settings["TORCH_COMPILE_DISABLE"] = "1"
     settings["PATH"] = f"{venv / 'bin'}:{settings.get('PATH', '')}"
     with log.open("wb") as output:
         process = subprocess.Popen(
