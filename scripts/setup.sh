@@ -2,6 +2,7 @@
 # setup.sh venv FOLDER: make a virtual environment with Python 3.11 or newer (PYTHON=/path/to/python chooses one)
 # setup.sh tools FOLDER: what tests need besides Python packages: a C compiler for one of those, bubblewrap and Chromium
 #   if they can be had
+# setup.sh vllm FOLDER: what vLLM needs besides Python packages; called by vllm.sh
 # As root on Debian or Ubuntu what is missing is installed; elsewhere one line says what to install.
 set -eu
 venv=$2
@@ -73,7 +74,21 @@ sudo apt-get install gcc libc6-dev $headers"
         echo "the tests of report.html in a browser will be skipped; for them: sudo apt-get install chromium" >&2
 }
 
+loads_numa() {
+    "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null
+}
+
+find_vllm_tools() { # a library that its kernels link to, and what it compiles its sampler with at the first request
+    loads_numa || apt_install libnuma1
+    loads_numa || fail "vLLM needs libnuma. Install it: sudo apt-get install libnuma1"
+    headers=$("$venv/bin/python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')
+    compiles && command -v g++ >/dev/null || apt_install gcc g++ libc6-dev "$headers"
+    compiles && command -v g++ >/dev/null || fail "vLLM needs a C++ compiler and Python's headers: it compiles its \
+sampler at the first request. Install them: sudo apt-get install gcc g++ libc6-dev $headers"
+}
+
 case $1 in
 venv) make_venv ;;
 tools) find_tools ;;
+vllm) find_vllm_tools ;;
 esac
