@@ -1,6 +1,7 @@
 # make run       train the bundled model on arithmetic (ARGS="--train.steps 5" changes any option)
 # make test      every fast test; make test-all: lint and slow tests too; make lint: ruff and mypy
 # make capstone  base -> SFT -> DPO -> GRPO with an evaluation of each (ARGS="--seed 1"; about 20 minutes on two cores)
+# make test-vllm train through a real vLLM, in an environment of its own (.venv-vllm, about 4 GB); about 10 minutes
 # make crash     kill runs at 200 random points and resume each; make fuzz: fuzz the verifiers' readers
 # make clean     remove the virtual environment and caches (never runs/)
 # What is missing is installed into .venv first, in the versions of constraints.txt. PYTHON=/path/to/python chooses Python.
@@ -9,7 +10,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: run capstone test test-all lint fuzz crash clean
+.PHONY: run capstone test test-all test-vllm lint fuzz crash clean
 .DELETE_ON_ERROR:
 
 # An environment whose interpreter is gone (a Python upgrade, a moved folder) is made anew.
@@ -29,6 +30,10 @@ test: $(VENV)/test.stamp
 
 test-all: lint test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 $(ARGS)
+
+test-vllm: $(VENV)/test.stamp
+	sh scripts/vllm.sh
+	$(PY) -m pytest tests/real_vllm.py $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(PY) -m ruff check

@@ -1,7 +1,7 @@
 #!/bin/sh
 # vllm.sh [FOLDER]: make an environment of its own, .venv-vllm in this checkout or FOLDER, in which vLLM runs without a
 #   GPU. About 4 GB on disk, a few minutes. A second call checks and returns; what a stopped one left is completed.
-# PYTHON=/path/to/python chooses the interpreter. Afterwards: FOLDER/bin/vllm serve MODEL (tests/vllm_server.py does it)
+# PYTHON=/path/to/python chooses the interpreter. Afterwards: FOLDER/bin/vllm serve MODEL (benchmarks/vllm_server.py does it)
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 venv=${1:-$root/.venv-vllm}

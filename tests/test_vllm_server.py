@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from vllm_server import ServerError, serve
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from vllm_server import ServerError, serve  # noqa: E402
+
 FAKE = """#!{python}
 import http.server, json, os, subprocess, sys
 if "--dies" in sys.argv:

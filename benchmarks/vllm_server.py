@@ -1,7 +1,7 @@
 """A real vLLM on this machine's processor: start `vllm serve FOLDER`, wait until it answers, end it with its children.
 
 Standard library only. The environment is made by scripts/vllm.sh; TINYLLM_VLLM names it where it is not .venv-vllm.
-By hand: `python tests/vllm_server.py MODEL_FOLDER [vllm options]` serves until Ctrl-C.
+By hand: `python benchmarks/vllm_server.py MODEL_FOLDER [vllm options]` serves until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def serve(
 def main(arguments: list[str]) -> int:
     """Serve until Ctrl-C or SIGTERM; the log goes to vllm.log in the current folder."""
     if not arguments or arguments[0].startswith("-"):
-        print("usage: python tests/vllm_server.py MODEL_FOLDER [vllm options]", file=sys.stderr)
+        print("usage: python benchmarks/vllm_server.py MODEL_FOLDER [vllm options]", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

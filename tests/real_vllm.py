@@ -1,0 +1,134 @@
+"""The rollout client against a real vLLM on this machine's processor; not collected by itself: `make test-vllm`.
+
+It serves the bundled model with LoRA adapters. What it is asked: the whole contract of a rollout client, three
+revisions and more of an adapter in five training steps, and its own death.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from tinyllm import models
+from tinyllm.callbacks import Callback
+from tinyllm.cluster.client import HTTPRolloutClient
+from tinyllm.config import GRPOConfig
+from tinyllm.configio import make_config
+from tinyllm.engine.head import Policy
+from tinyllm.errors import EngineError
+from tinyllm.post import run as runs
+from tinyllm.post.logprobs import pack_targets, score
+from tinyllm.records import Prompt, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from vllm_server import LORA, VLLMServer, processor_dtype, serve  # noqa: E402
+
+MODEL = "smollm2-135m-instruct"
+NEAR = 1e-3 if processor_dtype() == "float32" else 0.1
+"""Nats: how far two engines of this precision may be apart on one token."""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    models.load_tokenizer(MODEL)  # fetches it when it is not there
+    return next(Path(m.folder) for m in models.list_models() if m.name == MODEL and m.folder)
+
+
+@pytest.fixture(scope="module")
+def vllm(folder, tmp_path_factory):
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    with serve(folder, log, ("--enforce-eager", *LORA[:2], "--max-loras", "3", *LORA[4:])) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return Policy(models.load_model(str(folder), processor_dtype(), "cpu").requires_grad_(False))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return models.load_tokenizer(str(folder))
+
+
+def make_prompts(tokenizer, count):
+    made = []
+    for i in range(count):
+        text, ids = models.render(tokenizer, [{"role": "user", "content": f"What is {i + 3} + {2 * i + 1}?"}], "chat")
+        made.append(Prompt(f"p{i}", tuple(ids), text))
+    return made
+
+
+def test_it_keeps_the_contract_of_a_rollout_client(vllm, policy, tokenizer):
+    client = HTTPRolloutClient.connect([vllm.url], tokenizer=tokenizer, vocab_size=policy.vocab_size)
+    (facts,) = client.capabilities()
+    assert (facts["server"], facts["logprobs"], facts["seeds"]) == ("vllm", "after temperature", False)
+    prompts = make_prompts(tokenizer, 8)
+    stop = models.stop_token_ids(tokenizer, policy.causal)
+    params = SamplingParams(max_new_tokens=24, n=4, temperature=0.8, stop_token_ids=stop)
+    done = client.sample(prompts, params)
+    books = client.accounting
+    assert (books.requested, books.accepted, sum(books.failed.values()), books.attempts) == (32, 32, 0, 32)
+    assert [(c.prompt_id, c.sample) for c in done] == [(p.id, s) for p in prompts for s in range(4)]
+    assert {c.finish_reason for c in done} == {"stop", "length"}
+    for c in done:
+        assert (c.token_ids[-1] in stop) == (c.finish_reason == "stop"), "the stop token is kept"
+        assert len(c.token_ids) == 24 or c.finish_reason == "stop"
+    logp, _ = score(
+        policy, pack_targets([(prompts[i // 4].token_ids, c.token_ids) for i, c in enumerate(done)], "cpu"), 0.8
+    )
+    sampled = torch.tensor([x for c in done for x in c.logprobs])
+    assert len({c.token_ids for c in done}) > 16, "the samples of a prompt differ"
+    assert (logp.detach() - sampled).abs().max() < NEAR
+
+
+class Died(Callback):
+    """Kills the engine after a step: the process behind the server, as an error inside it would."""
+
+    def __init__(self, step: int, server: VLLMServer) -> None:
+        self.step, self.server = step, server
+
+    def on_step(self, metrics, timing, groups):
+        if metrics["step"] == self.step:
+            os.killpg(self.server.process.pid, signal.SIGKILL)
+
+
+def options(folder, vllm, out, steps):
+    return make_config(
+        GRPOConfig(),
+        model=str(folder),
+        lora={"rank": 8, "alpha": 16.0},
+        engine={"urls": (vllm.url,), "model": str(folder), "deadline_s": 300.0, "canary_tolerance": NEAR},
+        optimizer={"lr": 1e-4},
+        sampling={"group_size": 4, "max_new_tokens": 16},
+        train={"steps": steps, "prompts_per_step": 8},
+        eval={"every": 0, "prompts": 8},
+        run={"dir": str(out), "checkpoint_every": 2},
+    )
+
+
+def test_five_steps_with_an_adapter_per_revision_and_the_death_of_the_engine(vllm, folder, tmp_path):
+    done = runs.train(options(folder, vllm, tmp_path / "whole", 5))
+    rows = tiny.metrics(done.run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(row["sampler_gap"] < NEAR and row["sampler_kl"] < NEAR for row in rows)
+    for row in rows:
+        steps = {r.completion.revision.step for g in tiny.groups_of(done, row["step"]) for r in g.rollouts}
+        assert steps == {row["step"] - 1}, "every completion is of the adapter published last"
+    status, cards = vllm.json("GET", "/v1/models")
+    adapters = [card["id"] for card in cards["data"] if card["id"] != str(folder)]
+    assert status == 200 and 1 <= len(adapters) <= 3, f"older adapters are unloaded: {adapters}"
+
+    with pytest.raises(EngineError, match="no server is left to sample on"):
+        runs.train(options(folder, vllm, tmp_path / "dies", 5), callbacks=[Died(2, vllm)])
+    assert [row["step"] for row in tiny.metrics(tmp_path / "dies")] == [1, 2]
+    left = subprocess.run(["pgrep", "-g", str(vllm.process.pid)], capture_output=True, text=True).stdout.split()
+    assert not left, "no process is left of it"
