@@ -29,7 +29,7 @@ from tinyllm.records import Prompt, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from vllm_server import LORA, VLLMServer, processor_dtype, serve  # noqa: E402
+from vllm_server import LORA, VLLMServer, processor_dtype, serve
 
 MODEL = "smollm2-135m-instruct"
 NEAR = 1e-3 if processor_dtype() == "float32" else 0.1
