@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import select
 import signal
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,9 @@ from typing import Any
 
 import numpy
 import torch
+import transformers_server
 from common import Deadline, Spread, against, command, finish, parser, start, table
+from vllm_server import free_port
 
 from tinyllm import models
 from tinyllm.engine.head import Policy
@@ -38,7 +41,7 @@ from tinyllm.errors import ConfigError, EngineError
 from tinyllm.memory import keep_freed_memory
 from tinyllm.records import SamplingParams
 
-WHOLE, STREAMED = "served, not streamed", "served, streamed"
+ENGINE, WHOLE, STREAMED, OTHER = "engine", "served, not streamed", "served, streamed", "transformers serve"
 TARGETS = {WHOLE: 0.85, STREAMED: 0.70}
 CLIENT = Path(__file__).parent / "serve_client.py"
 _READY_S = 300
@@ -76,6 +79,7 @@ def main() -> None:
     options.add_argument(
         "--concurrency", default="1,8,64,256", metavar="LIST", help="for latency (default: %(default)s)"
     )
+    options.add_argument("--transformers", action="store_true", help="also `transformers serve` (needs fastapi)")
     options.add_argument("--rounds", type=int, default=3, help="rounds of the comparison (default: %(default)s)")
     options.add_argument("--time-limit", type=float, default=10.0, metavar="MIN", help="no round after (default: 10)")
     arguments = options.parse_args()
@@ -87,10 +91,18 @@ def main() -> None:
         tokenizer = models.load_tokenizer(name)
         policy = Policy(models.load_model(name, arguments.dtype, "cpu").requires_grad_(False))
         keep_freed_memory()
-        with serving(name, arguments) as (port, _):
+        with ExitStack() as stack:
+            port, pid = stack.enter_context(serving(name, arguments))
             jobs = Jobs.make(arguments.streams, arguments.prompt_tokens, arguments.tokens, policy.vocab_size)
             engine = partial(run_engine, policy, tokenizer, arguments.batch)
-            compare(engine, port, jobs, arguments, deadline, result)
+            sides: dict[str, Any] = {
+                ENGINE: lambda jobs: Served(*engine(jobs), 0.0, [], []),
+                WHOLE: lambda jobs: run_server(port, jobs, False, arguments.streams),
+                STREAMED: lambda jobs: run_server(port, jobs, True, arguments.streams),
+            }
+            if arguments.transformers:
+                sides[OTHER] = stack.enter_context(transformers_side(policy, tokenizer, arguments, Path(folder)))
+            compare(sides, jobs, arguments, result)
             latency(engine, port, levels, policy.vocab_size, arguments, deadline, result)
     finish(arguments, result)
 
@@ -135,8 +147,11 @@ class Served:
     """From token to token, where it is streamed."""
 
 
-def run_server(port: int, jobs: Jobs, stream: bool, concurrency: int, bodies: Any = Jobs.bodies) -> Served:
+def run_server(
+    port: int, jobs: Jobs, stream: bool, concurrency: int, bodies: Any = Jobs.bodies, read: Any = None
+) -> Served:
     """A server, through the client process. Raises EngineError when an answer is not whole."""
+    read = read or (_read_stream if stream else _read_whole)
     given = {"port": port, "concurrency": concurrency, "path": "/v1/completions", "jobs": bodies(jobs, stream)}
     done = subprocess.run(
         [sys.executable, str(CLIENT)], input=json.dumps(given), capture_output=True, text=True, timeout=900
@@ -148,7 +163,7 @@ def run_server(port: int, jobs: Jobs, stream: bool, concurrency: int, bodies: An
     for number, answer in enumerate(result["answers"]):
         if answer["status"] != 200:
             raise EngineError(f"request {number} was answered with {answer['status']}: {answer['parts']}"[:300])
-        tokens, times = (_read_stream if stream else _read_whole)(answer["parts"])
+        tokens, times = read(answer["parts"])
         ids.append(tokens)
         first_s.append(times[0] - answer["begin"])
         between_s += [b - a for a, b in zip(times, times[1:], strict=False)]
@@ -158,6 +173,11 @@ def run_server(port: int, jobs: Jobs, stream: bool, concurrency: int, bodies: An
 def _read_whole(parts: Sequence[tuple[float, str]]) -> tuple[list[int], list[float]]:
     (choice,) = json.loads("".join(text for _, text in parts))["choices"]
     return choice["token_ids"], [parts[-1][0]]
+
+
+def _read_count(parts: Sequence[tuple[float, str]]) -> tuple[list[int], list[float]]:
+    """From a server that names no ids: as many zeros as it counts."""
+    return [0] * json.loads("".join(text for _, text in parts))["usage"]["completion_tokens"], [parts[-1][0]]
 
 
 def _read_stream(parts: Sequence[tuple[float, str]]) -> tuple[list[int], list[float]]:
@@ -176,43 +196,64 @@ def _read_stream(parts: Sequence[tuple[float, str]]) -> tuple[list[int], list[fl
     return ids, times
 
 
+@contextmanager
+def transformers_side(policy: Policy, tokenizer: Any, arguments: argparse.Namespace, folder: Path) -> Iterator[Any]:
+    """`transformers serve` on the same weights; it rests (SIGSTOP) while others are measured."""
+    policy.causal.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    dtype = str(policy.head_weight.dtype).removeprefix("torch.")
+    length = arguments.prompt_tokens + arguments.tokens + 16  # a prompt's text may come to more tokens
+    with transformers_server.serving(
+        folder / "model", free_port(), dtype, torch.get_num_threads(), arguments.streams, length
+    ) as (port, pid):
+
+        def bodies(jobs: Jobs, stream: bool) -> list[dict[str, Any]]:
+            return transformers_server.bodies(tokenizer, folder / "model", jobs.prompts, jobs.tokens)
+
+        def run(jobs: Jobs) -> Served:
+            os.killpg(pid, signal.SIGCONT)
+            done = run_server(port, jobs, False, arguments.streams, bodies, _read_count)
+            os.killpg(pid, signal.SIGSTOP)
+            if short := [len(ids) for ids in done.ids if len(ids) != jobs.tokens]:
+                raise EngineError(f"transformers serve gave {short[0]} tokens instead of {jobs.tokens}")
+            return done
+
+        yield run
+
+
 # What is measured
 
 
-def compare(
-    engine: Any, port: int, jobs: Jobs, arguments: argparse.Namespace, deadline: Deadline, result: dict[str, Any]
-) -> None:
-    """Throughput of both sides in turn; every token against the engine's."""
-    expected, _ = engine(jobs)  # warm-up
-    run_server(port, jobs, True, arguments.streams)
-    seconds: dict[str, list[float]] = {"engine": [], WHOLE: [], STREAMED: []}
-    shares: dict[str, list[float]] = {WHOLE: [], STREAMED: []}
+def compare(sides: dict[str, Any], jobs: Jobs, arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Throughput of all sides in turn, after a warm-up; every token of the server against the engine's."""
+    deadline = Deadline(arguments.time_limit)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    shares: dict[str, list[float]] = {name: [] for name in sides}
+    expected: list[list[int]] = []
     wrong = 0
-    for number in range(arguments.rounds):
-        if number and deadline.passed(2 * sum(values[-1] for values in seconds.values())):
-            print(f"{number} of {arguments.rounds} rounds; the time is over")
+    for number in range(arguments.rounds + 1):
+        if number > 1 and deadline.passed(2 * sum(values[-1] for values in seconds.values())):
+            print(f"{number - 1} of {arguments.rounds} rounds; the time is over")
             break
-        ids, took = engine(jobs)
-        assert ids == expected, "the engine is not deterministic"
-        seconds["engine"].append(took)
-        for name in (WHOLE, STREAMED):
-            served = run_server(port, jobs, name == STREAMED, arguments.streams)
-            wrong += sum(a != b for a, b in zip(served.ids, expected, strict=True))
-            seconds[name].append(served.seconds)
-            shares[name].append(served.client_share)
+        for name, run in sides.items():
+            done = run(jobs)
+            if name == ENGINE:
+                expected = expected or done.ids
+                assert done.ids == expected, "the engine is not deterministic"
+            elif name in TARGETS:
+                wrong += sum(a != b for a, b in zip(done.ids, expected, strict=True))
+            if number:
+                seconds[name].append(done.seconds)
+                shares[name].append(done.client_share)
     total = len(jobs.keys) * jobs.tokens
     rates = {name: Spread.of([total / value for value in values]) for name, values in seconds.items()}
-    rows = [
-        (name, str(rates[name]), rates[name].median / rates["engine"].median, Spread.of(shares[name]).median)
-        if name in shares
-        else (name, str(rates[name]), 1.0, "-")
-        for name in rates
-    ]
+    base = rates[ENGINE].median
+    rows = [(name, str(x), x.median / base, Spread.of(shares[name]).median) for name, x in rates.items()]
     title = f"{len(jobs.keys)} requests at once, {jobs.tokens} tokens each, batch {arguments.batch}"
     table(title, ("side", "tokens/s", "of engine", "client's CPU, of a core"), rows)
     print(f"answers that are not the engine's, token for token: {wrong}")
     for name, target in TARGETS.items():
-        print(against(name, rates[name].median / rates["engine"].median, target, least=True))
+        print(against(name, rates[name].median / base, target, least=True))
     result["throughput"] = {
         "tokens_per_s": rates,
         "client_cpu": shares,
