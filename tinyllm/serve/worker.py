@@ -125,6 +125,7 @@ class Worker:
     ) -> None:
         self.make_scheduler, self.revision = make_scheduler, revision
         self.deliver, self.on_failure, self.threads = deliver, on_failure, threads
+        self.scheduler = make_scheduler(revision)
         self.outbox: list[tuple[Ticket, Event]] = []
         self.died: str | None = None
         self.paused = False
@@ -219,7 +220,6 @@ class Worker:
         try:
             if self.threads:
                 torch.set_num_threads(self.threads)
-            self.scheduler = self.make_scheduler(self.revision)
             busy = False
             while not self._stop:
                 self._act(block=not busy)
