@@ -117,7 +117,7 @@ def _levels(arguments: argparse.Namespace) -> list[int]:
     return [int(word) for word in words]
 
 
-# The sides. Each takes jobs and returns (token ids of each, seconds); another server's would be one more function.
+# The sides
 
 
 def run_engine(policy: Policy, tokenizer: Any, batch: int, jobs: Jobs) -> tuple[list[list[int]], float]:
