@@ -106,7 +106,7 @@ class Service:
                     if self.worker.paused and self.worker.died is None:
                         await self.worker.resume()  # what runs could not finish otherwise; a pause may come late
                     await asyncio.sleep(0.02)
-        except TimeoutError:
+        except (TimeoutError, Refused):  # Refused: the engine died meanwhile, and every ticket was told
             pass
         cut = list(self.tickets)
         for ticket in cut:
