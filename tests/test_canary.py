@@ -78,6 +78,16 @@ def test_one_wrong_token_is_enough():
         Canary(PROMPT, Trainer().score, TOLERANCE).judge(known, off)
 
 
+def test_a_trainer_without_numbers_proves_nothing():
+    with scripted() as server:
+        known = HTTPRolloutClient.connect([server.url]).servers.all[0]
+    sung = Sung((1, 2, 3), tuple(logprobs(PROMPT, (1, 2, 3), 0.0)))
+    with pytest.raises(Bad, match="by up to nan"):
+        Canary(PROMPT, lambda prompt, ids: (sung.logprobs[0], float("nan"), sung.logprobs[2]), TOLERANCE).judge(
+            known, sung
+        )
+
+
 def test_a_bad_answer_is_no_proof():
     def nan(answer):
         answer["choices"][0]["logprobs"]["token_logprobs"][3] = float("nan")

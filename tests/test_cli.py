@@ -138,8 +138,8 @@ class Trainer(types.ModuleType):
             callback.on_end(result)
         return result
 
-    def resume(self, path: str, *, callbacks: list[Callback]) -> RunResult:
-        self.resumed = path
+    def resume(self, path: str, *, engine: dict, callbacks: list[Callback]) -> RunResult:
+        self.resumed, self.engine = path, engine
         return self.train(CONFIG, callbacks=callbacks)
 
 
@@ -195,7 +195,9 @@ def test_resume_goes_on_with_a_run(trainer, capsys):
     assert "runs/nothing: no run here" in capsys.readouterr().err
     RunDir.create(trainer.path, manifest()).close()
     assert main(["grpo", "--resume", str(trainer.path)]) == 0
-    assert trainer.resumed == str(trainer.path)
+    assert (trainer.resumed, trainer.engine) == (str(trainer.path), {})
+    assert main(["grpo", "--resume", str(trainer.path), "--engine.urls", "http://b:1"]) == 0
+    assert trainer.engine == {"urls": ("http://b:1",)}, "servers that moved"
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,18 @@ def test_equal_seeds_give_equal_tokens_and_others_differ():
 
 def test_keys_come_from_the_environment_and_stand_nowhere(monkeypatch, caplog):
     monkeypatch.setenv("TINYLLM_API_KEY", "sesame")
-    refused = Reply(400, {"error": "the key sesame is wrong"})
-    done, client, server = one(script=lambda *_: refused)
-    assert server.keys == {"Bearer sesame"}
-    assert "***" in str(done[0].error)
-    assert "sesame" not in repr(client.capabilities()) + repr(done) + caplog.text + repr(client.accounting)
+    for refused in (
+        Reply(400, {"error": "the key sesame is wrong"}),
+        Reply(400, raw=b"x" * 297 + b"sesame"),  # where the message is cut
+        Reply(200, raw=b"<html>Bearer sesame"),
+    ):
+        done, client, server = one(script=lambda *_, refused=refused: refused)
+        assert server.keys == {"Bearer sesame"}
+        assert "***" in str(done[0].error)
+        assert "ses" not in repr(client.capabilities()) + repr(done) + caplog.text + repr(client.accounting)
+    with pytest.raises(EngineError, match="set TINYLLM_API_KEY") as caught:
+        HTTPRolloutClient.connect(["http://me:password@127.0.0.1:1"])
+    assert "password" not in str(caught.value)
 
 
 # What comes back
@@ -151,6 +158,7 @@ BAD = {
     "minus infinity": (edit_logprobs(set_at(-1, -math.inf)), "bad log-probability"),
     "a positive one": (edit_logprobs(set_at(-1, 0.5)), "bad log-probability"),
     "a text": (edit_logprobs(set_at(0, "-1.0")), "bad log-probability"),
+    "a number too large for a float": (edit_logprobs(set_at(0, -(10**400))), "bad log-probability"),
     "a list one too short": (edit_logprobs(lambda x: x.pop()), "ids and log-probabilities differ"),
     "no log-probabilities": (edit_choice(logprobs=None), "no log-probabilities"),
     "no ids": (edit_choice(token_ids=None), "no token ids"),
@@ -416,6 +424,20 @@ def test_another_support_than_the_trainers_is_refused(changes):
         assert not server.sampled
 
 
+def test_alternatives_that_are_no_numbers_are_refused():
+    for kind in ("vllm", "sglang"):
+
+        def null(answer):
+            tops = answer["choices"][0]["logprobs"] if "choices" in answer else answer["meta_info"]
+            if "top_logprobs" in tops:
+                tops["top_logprobs"] = [{"a": None, "b": -1.0}]
+            if "output_top_logprobs" in tops:
+                tops["output_top_logprobs"] = [[[None, 1, "a"], []]]
+
+        with scripted(kind, lambda *_: null) as server, pytest.raises(EngineError, match="bad alternatives"):
+            connect(server)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -440,7 +462,7 @@ def test_addresses_and_names():
         with pytest.raises(EngineError, match="has no model 'c'; it has: a, b"):
             HTTPRolloutClient.connect([server.url], "c")
         with pytest.raises(EngineError, match="give each server once"):
-            HTTPRolloutClient.connect([server.url, server.url])
+            HTTPRolloutClient.connect([server.url, f"{server.url}/v1"])
     with pytest.raises(EngineError, match="no connection.*is a server running there"):
         HTTPRolloutClient.connect([server.url], attempts=1)
     with pytest.raises(EngineError, match="is no address; write it as in"):

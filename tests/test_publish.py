@@ -206,6 +206,15 @@ def test_a_server_that_did_not_take_the_update_gets_no_requests(tmp_path, fault,
         assert "gets requests again" in caplog.text
 
 
+def test_a_canary_is_tried_again(tmp_path):
+    """A server that is busy for a moment is not fenced off."""
+    with scripted() as server:
+        client, publisher, policy = setup(tmp_path, server)
+        server.script = lambda number, *_: Reply(503, {"error": "busy"}) if number == 1 else None
+        publish(publisher, policy, 1)
+        assert len(server.sampled) == 2 and client.servers.live
+
+
 def test_when_no_server_took_it_the_error_names_each_and_why(tmp_path):
     with scripted() as a, scripted() as b:
         _, publisher, policy = setup(tmp_path, a, b)

@@ -185,3 +185,19 @@ def test_alternatives_are_the_most_probable_tokens_with_their_log_probabilities(
         pairs = [((*prompt.token_ids, *ids[:position]), (t,)) for t, _ in top]
         logp, _ = score(policy, pack_targets(pairs, "cpu"), 0.7)
         torch.testing.assert_close(logp.detach(), torch.tensor([x for _, x in top]), atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_of_prompts_are_free_again_after_an_update():
+    """Those that nothing ran on at once, those that something ran on when it ends."""
+    run = collected(max_batch=4)
+    prompts = make_prompts(6)
+    for i, prompt in enumerate(prompts):
+        run.submit(str(i), prompt, params(max_new_tokens=3 * i + 2), samples=1)
+    for _ in range(8):
+        run.scheduler.step()
+    assert run.scheduler.idle and run.scheduler.branches
+    run.scheduler.publish(Revision(1, "b"))
+    run.finish()
+    run.scheduler.publish(Revision(2, "c"))
+    pool = run.scheduler.cache.pool.shape[2]
+    assert sorted(run.scheduler.cache.free_pool) == list(range(pool)) and not run.scheduler.prompts

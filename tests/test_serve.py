@@ -376,6 +376,12 @@ def test_a_body_that_is_no_request(server, body, message):
     assert status == 400 and message in json.loads(data)["error"]["message"], data
 
 
+def test_too_many_completions_are_refused_before_there_is_a_key_for_each(server, monkeypatch):
+    monkeypatch.setattr("tinyllm.serve.protocol.seed_key", None)
+    status, answer = server.ask("POST", "/v1/completions", {"prompt": ["a"] * 3000, "n": 4096})
+    assert status == 400 and answer["error"]["message"].startswith("12288000 completions are asked for; one request")
+
+
 def test_the_nearest_field_is_named(server):
     _, answer = server.ask("POST", "/v1/completions", {"prompt": "a", "max_token": 5})
     assert answer["error"]["message"] == "unknown field \"max_token\"; did you mean 'max_tokens'?"
@@ -460,7 +466,7 @@ def test_a_client_that_hangs_up_frees_its_slots(server, stream, monkeypatch):
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     until(lambda: server.service.worker.running == 0, "0 running", 2.0)
-    assert server.service.outstanding == 0 and not server.service.tickets
+    assert server.service.outstanding == 0 and not server.service.tickets and not server.service.worker._tickets
     until(lambda: server.metric("tinyllm_dropped_clients_total") == dropped + 1)
 
 
@@ -517,6 +523,40 @@ def test_numbers_that_are_not_finite_fail_the_request_and_not_the_server():
         assert server.ask("GET", "/health")[0] == 200 and server.service.outstanding == 0
 
 
+def test_requests_that_waited_are_served_after_a_failure(monkeypatch):
+    with serving.serving() as server:
+        alone = server.complete(prompt="ab", seed=1, max_tokens=5)["choices"]
+        slowly(server, monkeypatch)
+        scheduler = server.service.worker.scheduler
+        with ThreadPoolExecutor(2) as pool:
+            asked = {"prompt": "a", "n": 8, "max_tokens": 100, "ignore_eos": True}
+            running = pool.submit(server.ask, "POST", "/v1/completions", asked)
+            until(lambda: server.service.worker.running == 8)
+            waiting = pool.submit(server.complete, prompt="ab", seed=1, max_tokens=5)
+            until(lambda: server.service.worker.waiting == 1)
+
+            def breaks():
+                raise MemoryError("no memory left")
+
+            monkeypatch.setattr(scheduler, "step", breaks)
+            status, answer = running.result()
+            assert status == 500 and "no memory left" in answer["error"]["message"]
+            assert waiting.result()["choices"] == alone
+        until(lambda: not server.service.worker._tickets, "nothing left")
+
+
+def test_a_prompt_that_finds_no_memory_fails_and_is_not_tried_for_ever(monkeypatch):
+    def no_memory(self, blocks):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+
+    with serving.serving() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr("tinyllm.engine.kv_cache.KVCache.grow_pool", no_memory)
+            status, answer = server.ask("POST", "/v1/completions", {"prompt": "ab"})
+        assert status == 500 and "can't allocate memory" in answer["error"]["message"]
+        assert server.complete(prompt="ab")["choices"]
+
+
 def test_a_dead_engine_is_told_by_health_and_to_every_request(monkeypatch, capfd):
     with serving.serving(admin_key="admin-key") as server:
         server.complete(prompt="a", max_tokens=1)
@@ -549,6 +589,23 @@ def test_a_server_that_stops_finishes_what_runs_and_takes_nothing_new(monkeypatc
             assert server.ask("GET", "/health")[0] == 503
             assert [len(c["text"]) > 0 for c in running.result()["choices"]] == [True] * 6
         until(lambda: not server.service.worker.thread.is_alive())
+
+
+def test_a_pause_that_comes_while_it_stops_holds_nothing_up(monkeypatch):
+    with serving.serving(drain_s=60, admin_key="admin-key") as server:
+        slowly(server, monkeypatch)
+        with ThreadPoolExecutor(3) as pool:
+            asked = {"prompt": "a", "max_tokens": 20, "ignore_eos": True}
+            running = pool.submit(server.ask, "POST", "/v1/completions", asked)
+            until(lambda: server.service.worker.running == 1)
+            pool.submit(server.ask, "POST", "/pause?mode=wait", None, serving.ADMIN)
+            until(lambda: server.service.worker._draining)
+            held = pool.submit(server.ask, "POST", "/v1/completions", asked)
+            until(lambda: server.service.outstanding == 2)
+            begin = time.monotonic()
+            server.loop.call_soon_threadsafe(server.stop.set)
+            assert running.result()[0] == held.result()[0] == 200
+            assert time.monotonic() - begin < 30
 
 
 def test_what_takes_too_long_is_cut_off(monkeypatch):

@@ -73,6 +73,10 @@ def test_a_port_in_use(capsys, folder):
         assert f"cannot listen on 127.0.0.1:{port}" in fails(capsys, folder, "--port", port)
 
 
+def test_a_host_that_cannot_be_one(capsys, folder):
+    assert "cannot listen on a..b:0: " in fails(capsys, folder, "--port", 0, "--host", "a..b", "--api-key", "k")
+
+
 def test_more_tokens_than_positions(capsys, folder):
     assert "has 512 positions" in fails(capsys, folder, "--port", 0, "--max-length", 600)
 

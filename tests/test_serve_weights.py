@@ -229,4 +229,10 @@ def test_a_client_that_hangs_up_while_paused_leaves_the_queue(server):
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
         )
         until(lambda: server.service.outstanding == 1)
-    until(lambda: server.service.outstanding == 0)
+        with socket.create_connection(("127.0.0.1", server.port)) as other:
+            other.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            until(lambda: server.metric("tinyllm_waiting") == 2)
+        until(lambda: server.metric("tinyllm_waiting") == 1, "the other still waits")
+    until(lambda: server.service.outstanding == server.metric("tinyllm_waiting") == 0)

@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from tinyllm.callbacks import Callback
-from tinyllm.errors import EngineError, TrainingStopped
+from tinyllm.errors import EngineError, RunError, TrainingStopped
 from tinyllm.post import run as runs
 from tinyllm.post.replay import replay
 
@@ -24,9 +24,9 @@ KEY = "sesame"
 
 
 @contextmanager
-def served(model: Path, port: int = 0):
+def served(model: Path):
     """(process, url); the process is ended, however the test ends."""
-    words = [sys.executable, "-m", "tinyllm", "serve", str(model), "--port", str(port), "--model-name", "tiny"]
+    words = [sys.executable, "-m", "tinyllm", "serve", str(model), "--port", "0", "--model-name", "tiny"]
     words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--admin-key", KEY]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -95,8 +95,12 @@ def test_a_killed_server_stops_the_run_and_a_resumed_one_begins_with_an_update(h
             run(here, "served", url, callbacks=[At(1, lambda: os.kill(process.pid, signal.SIGKILL))])
         assert url in str(caught.value)
         process.wait(180)
-    with served(here[1], port=int(url.rpartition(":")[2])):  # it holds the start weights again
-        resumed = runs.resume(here[0] / "served", reward=tiny.many_digits)
+    with served(here[1]) as (_, elsewhere):  # it holds the start weights again
+        with pytest.raises(EngineError, match="no connection"):
+            runs.resume(here[0] / "served", reward=tiny.many_digits, engine={"attempts": 1})
+        with pytest.raises(RunError, match="come from tinyllm, and --engine.urls is this process"):
+            runs.resume(here[0] / "served", reward=tiny.many_digits, engine={"urls": ()})
+        resumed = runs.resume(here[0] / "served", reward=tiny.many_digits, engine={"urls": (elsewhere,)})
     assert sampled(resumed, (1, 2, 3)) == sampled(whole, (1, 2, 3))
     assert [c.revision.step for c in sampled(resumed, (2,))[0]] == [1] * 16
     assert tiny.equal(tiny.weights(resumed.model_dir), tiny.weights(whole.model_dir))

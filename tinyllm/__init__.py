@@ -6,7 +6,7 @@ result = tinyllm.grpo(model="smollm2-135m-instruct", data="rows.jsonl", reward=m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,17 +66,23 @@ def _on_examples(config: Any, callbacks: Sequence[Callback] | None, options: dic
 
 
 def resume(
-    run_dir: str | Path, *, reward: Callable[..., Any] | None = None, callbacks: Sequence[Callback] | None = None
+    run_dir: str | Path,
+    *,
+    reward: Callable[..., Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] | None = None,
 ) -> RunResult:
     """Go on with a run that was stopped or killed; it ends as it would have without. `tinyllm grpo --resume`.
 
     reward: needed only where the run was started with a function that cannot be imported by its name.
+    engine: where servers have moved to, as {"urls": ("http://127.0.0.1:8001",)}; no other option may change.
     Raises the errors of tinyllm.errors.
     """
     from tinyllm.post import run
     from tinyllm.progress import show_progress
 
-    return run.resume(run_dir, reward=reward, callbacks=[show_progress()] if callbacks is None else callbacks)
+    callbacks = [show_progress()] if callbacks is None else callbacks
+    return run.resume(run_dir, reward=reward, engine=engine, callbacks=callbacks)
 
 
 def evaluate(

@@ -99,16 +99,20 @@ def _train(kind: str, words: Sequence[str]) -> int:
     from tinyllm.configio import load_toml, overlay, parse_overrides
 
     rest, special = _take(words, ("config", "resume"))
-    if "resume" in special and (rest or "config" in special):
-        raise ConfigError("--resume goes on with the run's own configuration; leave out the other options")
+    given = parse_overrides(rest, CONFIGS[kind])
     resumed = special.get("resume")
     if resumed is not None:
+        if "config" in special or any(not name.startswith("engine.") for name in given):
+            raise ConfigError(
+                "--resume goes on with the run's own configuration (only servers may have moved: --engine.urls); "
+                "leave out the other options"
+            )
         from tinyllm.rundir import RunDir
 
         config = RunDir.read(resumed).config
     else:
         config = load_toml(special["config"], CONFIGS[kind]()) if "config" in special else CONFIGS[kind]()
-        config = overlay(config, parse_overrides(rest, CONFIGS[kind]))
+        config = overlay(config, given)
 
     from tinyllm.progress import show_progress
     from tinyllm.trackers import make_trackers
@@ -119,7 +123,7 @@ def _train(kind: str, words: Sequence[str]) -> int:
 
     try:
         if resumed is not None:
-            resume(resumed, callbacks=callbacks)
+            resume(resumed, engine={name.removeprefix("engine."): x for name, x in given.items()}, callbacks=callbacks)
         else:
             train(config, callbacks=callbacks)
     finally:

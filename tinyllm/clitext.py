@@ -50,7 +50,7 @@ def training_help(kind: Any, about: str) -> str:
         about,
         "",
         f"  tinyllm {kind.kind} [--config FILE.toml] [--section.option VALUE ...]",
-        f"  tinyllm {kind.kind} --resume RUN",
+        f"  tinyllm {kind.kind} --resume RUN" + (" [--engine.urls URL ...]" if "engine.urls" in known else ""),
         "",
         textwrap.fill(
             f"A section may be left out where only one has the option: --lr 1e-5. Shorter still: {short}. "

@@ -119,7 +119,7 @@ class EngineConfig:
     )
     folder: str | None = opt(None, "where weights are put for servers, who must see it; not set = the run directory")
     max_concurrent: int = opt(64, "requests under way at a time", ge=1)
-    deadline_s: float = opt(600.0, "seconds for one completion, or one update, all attempts together", gt=0)
+    deadline_s: float = opt(600.0, "seconds for one completion, or one request of an update, in all attempts", gt=0)
     attempts: int = opt(4, "how often one request is tried", ge=1)
     seeds: bool = opt(True, "send a seed with each request; false for a server that does not survive one")
     canary_tolerance: float = opt(

@@ -8,6 +8,7 @@ more than a tenth of the tolerance (below that, the rounding of a server's own p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -77,4 +78,6 @@ class Canary:
 
 
 def _largest(a: Sequence[float], b: Sequence[float]) -> float:
-    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+    """The largest difference; NaN, which max() would pass over, where there is one."""
+    gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    return math.nan if any(map(math.isnan, gaps)) else max(gaps)

@@ -100,6 +100,7 @@ class HTTPRolloutClient:
 
         seeds False: send none, for a server that does not survive one. probe_prompt: token ids of the questions.
         """
+        urls = [clean_url(url) for url in urls]
         if len(set(urls)) != len(urls) or not urls:
             raise EngineError(f"engine.urls = {', '.join(urls) or 'nothing'}: give each server once")
         patience = Patience(attempts, deadline_s)
@@ -108,7 +109,7 @@ class HTTPRolloutClient:
             questions = [
                 ask_capabilities(
                     http,
-                    clean_url(url),
+                    url,
                     model=model,
                     prompt=tuple(probe_prompt),
                     key=api_key(),
@@ -299,7 +300,9 @@ def parse_label(label: str) -> Revision:
 
 def clean_url(url: str) -> str:
     """A server's address without the path of its API. Raises EngineError."""
-    cleaned = url.rstrip("/").removesuffix("/v1")
+    if "@" in url:
+        raise EngineError("engine.urls: an address stands in the run's records, so it has no key; set TINYLLM_API_KEY")
+    cleaned = url.rstrip("/").removesuffix("/v1").rstrip("/")
     if not cleaned.startswith(("http://", "https://")) or len(cleaned.partition("//")[2]) == 0:
         raise EngineError(f"engine.urls: {url!r} is no address; write it as in http://127.0.0.1:8000")
     return cleaned

@@ -6,7 +6,6 @@ is missing from the model's generation config), log-probabilities and token ids 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +123,7 @@ def _read_completions_tops(body: Any) -> list[float]:
     tops = _part(_one_choice(body), "logprobs").get("top_logprobs")
     if not isinstance(tops, list) or not tops or not isinstance(tops[0], Mapping):
         raise Bad("no alternatives", "the choice has no logprobs.top_logprobs")
-    return [float(value) for value in tops[0].values()]
+    return _numbers(list(tops[0].values()))
 
 
 # SGLang's /generate
@@ -192,7 +191,7 @@ def _read_sglang_tops(body: Any) -> list[float]:
     tops = _part(body[0] if isinstance(body, list) and body else body, "meta_info").get("output_top_logprobs")
     if not isinstance(tops, list) or not tops or not isinstance(tops[0], list):
         raise Bad("no alternatives", "the answer has no meta_info.output_top_logprobs")
-    return [float(entry[0]) for entry in tops[0]]
+    return _numbers([entry[0] if isinstance(entry, list) and entry else None for entry in tops[0]])
 
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -244,8 +243,7 @@ def require_sound(answer: Answer, ask: Ask, vocab_size: int | None = None) -> An
     for position, (token, logp) in enumerate(zip(ids, logprobs, strict=True)):
         if type(token) is not int or not 0 <= token < (vocab_size or 2**31):
             raise Bad("bad token id", f"{token!r} at position {position}")
-        # Rounding may leave a certain token above 0
-        if type(logp) not in (int, float) or not math.isfinite(logp) or logp > 1e-3:
+        if not _is_logprob(logp):
             raise Bad("bad log-probability", f"{logp!r} at position {position}")
     if len(ids) > p.max_new_tokens:
         raise Bad("too long", f"{len(ids)} tokens, {p.max_new_tokens} were asked for")
@@ -285,8 +283,19 @@ def _text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _numbers(values: list[Any]) -> list[float]:
+    if not all(_is_logprob(value) for value in values):
+        raise Bad("bad alternatives", f"{values!r:.80}")
+    return values
+
+
+def _is_logprob(value: Any) -> bool:
+    """Finite, and not above 0 by more than the rounding of a certain token."""
+    return type(value) in (int, float) and -1e9 < value <= 1e-3
+
+
 def _spans(spans: Any) -> tuple[tuple[str, int, int], ...]:
     try:
         return tuple((str(span["version"]), int(span["start"]), int(span["end"])) for span in spans)
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         raise Bad("bad revision spans", f"{spans!r:.80}") from None

@@ -78,14 +78,13 @@ class Http:
             raise Failed("no request", f"{type(error).__name__}: {error}") from None
         status = response.status_code
         if not 200 <= status < 300:
-            said = " ".join(response.text[:300].split())
-            said = said.replace(key, "***") if key else said
+            said = " ".join(_said(response, key)[:300].split())
             wait = _seconds(response.headers.get("Retry-After"))
             raise Failed(f"HTTP {status}", said, status=status, again=status in AGAIN, pause_s=wait)
         try:
             return json.loads(response.content)
         except (ValueError, RecursionError):
-            raise Failed("the answer is not JSON", repr(response.text[:60])) from None
+            raise Failed("the answer is not JSON", repr(_said(response, key)[:60])) from None
 
     def _client(self, url: str) -> httpx2.AsyncClient:
         """One for TLS, whose certificates take time to load, and one without. Loopback never goes through a proxy."""
@@ -161,6 +160,11 @@ async def together(tasks: list[Coroutine[Any, Any, T]]) -> list[T]:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+def _said(response: httpx2.Response, key: str) -> str:
+    """The text of an answer, without the key, which some repeat."""
+    return response.text.replace(key, "***") if key else response.text
 
 
 def _os_reason(error: BaseException) -> str:

@@ -168,12 +168,18 @@ class Publisher:
             await self.way.update(admin, publication)
             await self.way.read_back(admin, publication)
             server.label, server.revision = publication.label, publication.revision
-            sung = await self.canary.listen(http, server, self.patience.deadline_s) if self.canary else None
+            sung = await self._listen(http, server)
         except (Failed, Bad) as error:
             server.label, server.revision, server.model = before
             server.fence(f"it did not take revision {publication.label} ({error})")
             return None
         return server, sung
+
+    async def _listen(self, http: Http, server: Server) -> Sung | None:
+        canary = self.canary
+        if canary is None:
+            return None
+        return await persist(self.patience, lambda _, seconds: canary.listen(http, server, seconds))
 
     def _judge(self, server: Server, sung: Sung | None, publication: Publication) -> None:
         try:

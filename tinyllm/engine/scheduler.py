@@ -193,15 +193,15 @@ class Scheduler:
             trie = Trie()
             while self.queue and free and len(trie) < _PREFILL_NODES:
                 job = self.queue[0]
+                samples = range(job.started, min(len(job.keys), job.started + free))
+                job.started = samples.stop  # first: a job whose prompt finds no memory has begun and failed
                 prefix = self.prompts.get(job.token_ids)
                 if prefix is None:
                     prefix = self.prompts[job.token_ids] = self._new_prefix(len(job.token_ids))
                     fresh.append(prefix)
                     trie.add(job.token_ids)
                 self.idle.pop(job.token_ids, None)  # a later prompt of this round must not take its blocks
-                samples = range(job.started, min(len(job.keys), job.started + free))
                 free -= len(samples)
-                job.started = samples.stop
                 entering.append((job, prefix, samples))
                 if job.started == len(job.keys):
                     self.queue.popleft()

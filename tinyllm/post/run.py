@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from tinyllm import models, rewards, tasks
 from tinyllm.callbacks import Callback, RunResult
 from tinyllm.cluster.served import ServedEngine
 from tinyllm.config import Config, GRPOConfig
+from tinyllm.configio import make_config
 from tinyllm.engine.engine import Engine
 from tinyllm.errors import ConfigError, DataError, RunError
 from tinyllm.hashing import hash_bytes, hash_file, hash_json
@@ -45,14 +46,20 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None, callbacks
 
 
 def resume(
-    path: str | Path, *, reward: Callable[..., Any] | None = None, callbacks: Sequence[Callback] = ()
+    path: str | Path,
+    *,
+    reward: Callable[..., Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """Go on with a run that was stopped: it ends as it would have without the stop. Raises RunError.
 
     reward: the reward function the run was started with, where it was given as an object that cannot be imported.
+    engine: options of this section that are others now, as {"urls": ("http://127.0.0.1:8001",)}; the record keeps
+    those of the start.
     """
     with RunDir.open(path) as run:
-        parts = make_parts(run.config, reward, callbacks)
+        parts = make_parts(make_config(run.config, engine=engine) if engine else run.config, reward, callbacks)
         try:
             parts.require_same_start(run)
             progress = Progress()
@@ -144,6 +151,16 @@ class GRPOParts(Parts):
     def own_facts(self) -> dict[str, Any]:
         facts = {"stop_token_ids": list(self.params.stop_token_ids), "verifier": self.verify.describe()}
         return facts | ({"engine": self.engine.facts()} if isinstance(self.engine, ServedEngine) else {})
+
+    def require_same_start(self, run: RunDir) -> None:
+        """And samples where it sampled: in process, or on servers of the same kind. Raises RunError."""
+        super().require_same_start(run)
+        was, now = (
+            ", ".join(sorted({server["server"] for server in facts.get("engine", ())})) or "this process"
+            for facts in (run.manifest["facts"], self.own_facts())
+        )
+        if was != now:
+            raise RunError(f"{run.path}: its completions come from {was}, and --engine.urls is {now}; give it the same")
 
     def source(self, run: RunDir, order: PromptOrder, recorded: Sequence[int], after: int) -> Source:
         first = after + 1 + len(recorded)

@@ -52,6 +52,11 @@ class Settings:
     admin_key: str | None = None
     threads: int | None = None
 
+    @property
+    def most(self) -> int:
+        """Samples that may run and wait together."""
+        return self.max_batch + self.max_queue
+
 
 class Service:
     """One model, served. `app` is the ASGI application; start and close are called in its event loop."""
@@ -95,13 +100,13 @@ class Service:
     async def drain(self) -> int:
         """Takes no more requests and waits for those under way, at most drain_s; returns how many were cut off."""
         self.draining = True
-        if self.worker.paused and self.worker.died is None:
-            await self.worker.resume()  # what runs could not finish otherwise
         try:
             async with asyncio.timeout(self.settings.drain_s):
                 while self.tickets:
+                    if self.worker.paused and self.worker.died is None:
+                        await self.worker.resume()  # what runs could not finish otherwise; a pause may come late
                     await asyncio.sleep(0.02)
-        except TimeoutError:
+        except (TimeoutError, Refused):  # Refused: the engine died meanwhile, and every ticket was told
             pass
         cut = list(self.tickets)
         for ticket in cut:
@@ -122,9 +127,7 @@ class Service:
             )
         if self.worker.died is not None:
             raise dead(self.worker.died)
-        most = self.settings.max_batch + self.settings.max_queue
-        if len(asked.keys) > most:
-            raise Refused(f"{len(asked.keys)} completions are asked for; one request may have {most}", param="n")
+        most = self.settings.most
         params = [asked.params(self._length(asked, len(ids), i), self.stop_ids) for i, ids in enumerate(prompts)]
         if self.outstanding + len(asked.keys) > most:
             raise Refused(
@@ -204,7 +207,7 @@ class Service:
         name = request.headers.get("x-request-id")
         if name is not None and body.get("request_id") is None:
             body["request_id"] = protocol.request_id("X-Request-Id", name)
-        asked: Asked = reader(body, self.policy.vocab_size)
+        asked: Asked = reader(body, self.policy.vocab_size, self.settings.most)
         self._require_model(asked.model)
         if sum(len(p) for p in asked.prompts if isinstance(p, str)) > _LONG_TEXT or asked.chat:
             prompts = await asyncio.to_thread(self._render, asked)

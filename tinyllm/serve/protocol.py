@@ -175,8 +175,8 @@ _CHAT_NEUTRAL = {
 }
 
 
-def read_completion(body: Mapping[str, Any], vocabulary: int) -> Asked:
-    """The body of POST /v1/completions. Raises Refused."""
+def read_completion(body: Mapping[str, Any], vocabulary: int, most: int) -> Asked:
+    """The body of POST /v1/completions, for at most `most` choices. Raises Refused."""
     readers = {
         "prompt": _prompts(vocabulary),
         **_shared(vocabulary),
@@ -190,13 +190,12 @@ def read_completion(body: Mapping[str, Any], vocabulary: int) -> Asked:
     if got.get("best_of", got.get("n", 1)) != got.get("n", 1):
         raise Refused("best_of is supported only when it equals n; leave it out", param="best_of")
     logprobs = got.get("logprobs")
-    return _asked(
-        got, False, got["prompt"], got.get("max_tokens"), logprobs=logprobs is not None, top_logprobs=logprobs or 0
-    )
+    limit = got.get("max_tokens")
+    return _asked(got, False, got["prompt"], most, limit, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
 
 
-def read_chat(body: Mapping[str, Any], vocabulary: int) -> Asked:
-    """The body of POST /v1/chat/completions. Raises Refused."""
+def read_chat(body: Mapping[str, Any], vocabulary: int, most: int) -> Asked:
+    """The body of POST /v1/chat/completions, for at most `most` choices. Raises Refused."""
     readers = {
         "messages": _messages,
         **_shared(vocabulary),
@@ -213,19 +212,23 @@ def read_chat(body: Mapping[str, Any], vocabulary: int) -> Asked:
     logprobs, top = got.get("logprobs", False), got.get("top_logprobs", 0)
     if top and not logprobs:
         raise Refused("top_logprobs needs logprobs: true", param="top_logprobs")
-    return _asked(got, True, (got["messages"],), limits.pop() if limits else None, logprobs=logprobs, top_logprobs=top)
+    limit = limits.pop() if limits else None
+    return _asked(got, True, (got["messages"],), most, limit, logprobs=logprobs, top_logprobs=top)
 
 
 def _asked(
     got: Mapping[str, Any],
     chat: bool,
     prompts: tuple[Text, ...],
+    most: int,
     max_tokens: int | None,
     *,
     logprobs: bool,
     top_logprobs: int,
 ) -> Asked:
     n, stream = got.get("n", 1), got.get("stream", False)
+    if n * len(prompts) > most:  # before there is a key for each
+        raise Refused(f"{n * len(prompts)} completions are asked for; one request may have {most}", param="n")
     if "stream_options" in got and not stream:
         raise Refused("stream_options needs stream: true", param="stream_options")
     seed = got.get("seed")

@@ -52,10 +52,10 @@ def bind(host: str, port: int) -> socket.socket:
         except OSError:
             bound.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         remedy = "choose another --port (0 = a free one)" if port else "choose another --host"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; {remedy}") from None
+        raise ConfigError(f"cannot listen on {where}: {getattr(error, 'strerror', error)}; {remedy}") from None
     return bound
 
 

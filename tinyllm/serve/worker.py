@@ -249,7 +249,7 @@ class Worker:
             self._recover(str(error) or type(error).__name__)
             busy = self.scheduler.waiting > 0
         self.steps += 1
-        self.running, self.waiting = self.scheduler.running, self.scheduler.waiting
+        self._count()
         if self.outbox:
             out, self.outbox = self.outbox, []
             self._tell(self.deliver, out)
@@ -270,7 +270,7 @@ class Worker:
     def _submit(self, ticket: Ticket) -> None:
         if self.paused or self._draining:
             self._held.append(ticket)
-            self.waiting = self.scheduler.waiting + sum(t.choices for t in self._held)
+            self._count()
             return
         jobs = []
         for number, (ids, params) in enumerate(zip(ticket.prompts, ticket.params, strict=True)):
@@ -283,7 +283,7 @@ class Worker:
         self._tickets[ticket] = len(jobs)
         for job in jobs:
             self.scheduler.submit(job)
-        self.waiting = self.scheduler.waiting
+        self._count()
 
     def _cancel(self, ticket: Ticket) -> None:
         if ticket in self._held:
@@ -291,7 +291,11 @@ class Worker:
         if self._tickets.pop(ticket, None):
             for job in ticket.jobs:
                 self.scheduler.cancel(job.id)
-        self.running, self.waiting = self.scheduler.running, self.scheduler.waiting
+        self._count()
+
+    def _count(self) -> None:
+        held = sum(ticket.choices for ticket in self._held)
+        self.running, self.waiting = self.scheduler.running, self.scheduler.waiting + held
 
     def _pause(self, mode: str, future: asyncio.Future[None]) -> None:
         if self.paused:
