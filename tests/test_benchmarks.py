@@ -142,6 +142,7 @@ def test_scaling_finds_the_coefficients_it_was_given(capsys):
     assert result["worst_deviation"] < 1e-9 and "0.0% (target: at most 25%: met)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_record_cost(job, tmp_path, monkeypatch, capsys):
     out = tmp_path / "cost.json"
     here("record_cost", monkeypatch, "--config", job, "--steps", 2, "--out", out)

@@ -151,6 +151,7 @@ def test_weights_are_those_of_the_file(spec, package):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(spec):
     both = [in_a_process(spec), in_a_process(spec)]
     results = [process.communicate(timeout=300) for process in both]
@@ -178,12 +179,22 @@ def test_interrupted_with_ctrl_c(spec, tmp_path):
     process = in_a_process(spec, f"bundled.sys.executable = {str(sleeper(tmp_path))!r}")
     while not (started := tmp_path / "started").exists():
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = interrupt(process)
     assert "KeyboardInterrupt" in err
     assert names(tmp_path / "cache" / "models") == []
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
+
+
+def interrupt(process):
+    """Ctrl-C until it ends: Python loses one that comes while it runs a callback of its own."""
+    for _ in range(30):
+        process.send_signal(signal.SIGINT)
+        try:
+            return process.communicate(timeout=2)
+        except subprocess.TimeoutExpired:
+            pass
+    raise AssertionError("it does not end")
 
 
 def sleeper(folder: Path) -> Path:
@@ -244,6 +255,7 @@ def test_disk_full(spec):
 
 
 @pytest.mark.parametrize("step", ["_download", "_convert"])
+@pytest.mark.slow
 def test_disk_full_in_the_middle(spec, tmp_path, step):
     limit = f"""
 import resource

@@ -91,6 +91,7 @@ def test_the_same_command_gives_the_same_run(here, first, capfd):
     assert "4 steps, rollouts and metrics equal to the last bit\n" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_terminated_run_says_how_to_go_on_and_ends_the_same(here, first, capfd):
     with start(here, *words(here, "stopped"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_for(here / "stopped" / "rollouts" / "000001.parquet", process)
@@ -104,6 +105,7 @@ def test_a_terminated_run_says_how_to_go_on_and_ends_the_same(here, first, capfd
     assert main(["diff", "first", "stopped"]) == 0, capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_control_c_in_a_terminal(here, first, capfd):
     """A pseudo-terminal: control sequences draw the bar; Ctrl-C is typed, and the run goes on to the same end."""
     leader, follower = pty.openpty()

@@ -43,6 +43,7 @@ def test_check_passes_on_the_reference_and_catches_every_mutant(tmp_path):
     assert f"{len(CHAPTER.mutants)} mutants are caught" in out
 
 
+@pytest.mark.slow
 def test_a_student_starts_fails_and_finishes(tmp_path):
     code, out, _ = ol("start", "L12.3", cwd=tmp_path)
     file = tmp_path / "workspace" / "L12.3" / "grpo.py"
@@ -70,6 +71,7 @@ def test_a_student_starts_fails_and_finishes(tmp_path):
     assert "checking workspace/L12.3/grpo.py\n" in out and "L12.3 complete" in out
 
 
+@pytest.mark.slow
 def test_check_names_what_is_wrong_with_a_workspace(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -104,6 +106,7 @@ def test_mistakes_are_one_line_with_exit_code_2(tmp_path):
         assert message in err
 
 
+@pytest.mark.slow
 def test_a_hanging_or_unimportable_workspace_is_reported(tmp_path, monkeypatch):
     from ol import check
     from tinyllm.errors import UserError

@@ -250,6 +250,7 @@ def test_two_models_on_a_suite(here, tmp_path):
     assert result.plot.read_bytes() == b"a picture"
 
 
+@pytest.mark.slow
 def test_the_same_evaluation_gives_the_same_bytes(here, tmp_path):
     for name, batch in (("one", 128), ("two", 3)):
         run("a", "b", samples=2, out=tmp_path / name, max_batch=batch)
@@ -278,6 +279,7 @@ def test_one_sample_is_greedy(here, tmp_path):
     assert hot["answer"]["temperature"] == 5.0 and hot["results"] != one["results"]
 
 
+@pytest.mark.slow
 def test_several_tasks_and_all_of_them(here, tmp_path):
     options = {**TINY, "data.arithmetic.operands": (1, 30), "prompts": 6}
     report = tinyllm.evaluate(["a", "b"], task="arithmetic,gym:chain_sum", out=tmp_path / "o", **options).report

@@ -41,6 +41,7 @@ def test_core():
     assert json.loads(gradient.removeprefix("gradient ")) == [0.3455, 0.0, -0.1048, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_own_reward_then_inspect_run(home, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     output = run(EXAMPLES / "own_reward.py", 2, home / "model")

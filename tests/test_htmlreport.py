@@ -138,6 +138,7 @@ def test_it_opens_and_its_charts_are_drawn(browser, page_file, run):
     )
     summary = view.locator(".chart", has_text="Surprise").locator("summary")
     summary.click()
+    view.locator(".chart", has_text="Surprise").locator("td").first.wait_for()  # filled when it is opened
     cells = view.locator(".chart", has_text="Surprise").locator("td").all_inner_texts()
     assert cells[:4] == ["1", "1", "2", "4"]
     page.close()

@@ -151,6 +151,7 @@ def test_killed_while(runs, doing):
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
+@pytest.mark.slow
 def test_killed_in_a_run_with(runs, variant):
     """Cases J2, J5, J6, J9, H6: between the updates of a batch, after refills, with a KL, over the end of an epoch."""
     these = runs(variant)
@@ -361,6 +362,7 @@ def command(runs, tmp_path, crasher):
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM"])
+@pytest.mark.slow
 def test_a_signal_saves_and_says_how_to_go_on(command, runs, name):
     """The step is finished, all is saved, the exit code is 130, and the command that is printed goes on."""
     whole = runs("plain").whole()
@@ -374,6 +376,7 @@ def test_a_signal_saves_and_says_how_to_go_on(command, runs, name):
     assert_same_training(command.path, whole)
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once(command, runs):
     whole = runs("plain").whole()
     point = middle(runs("plain").points, "sample")

@@ -421,6 +421,7 @@ print(points)
 """
 
 
+@pytest.mark.slow
 def test_killed_before_every_single_change_of_the_disk(tmp_path):
     """SIGKILL before each write, fsync, rename and removal of two steps with their checkpoints: what was promised
     is there, what is there is whole, and the directory opens again."""
@@ -428,6 +429,7 @@ def test_killed_before_every_single_change_of_the_disk(tmp_path):
     assert int(out) > 60
 
 
+@pytest.mark.slow
 def test_disk_full_is_one_line_and_leaves_all_consistent(tmp_path):
     """A file-size limit stands for the full disk: the same calls fail, in the same places."""
     script = """

@@ -157,6 +157,7 @@ def test_probe_reports_rows_that_cannot_be_used(tmp_path, capsys):
         probe_main(["--verifier", "arithmetic", "--data", jsonl(tmp_path, rows[1:])])
 
 
+@pytest.mark.slow
 def test_no_attack_pays_on_any_row_of_the_main_job():
     rows = data(*(prompt(str(n), **row) for n, row in enumerate(generate(ArithmeticConfig())[0])))
     found = probe_before_training(RewardConfig(), rows, rows=519)

@@ -43,6 +43,7 @@ def test_a_python_that_does_not_work_is_named(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.slow
 def test_an_environment_that_works_is_kept_and_a_broken_one_made_anew(tmp_path):
     venv.create(tmp_path / "venv", with_pip=False)
     (library,) = (tmp_path / "venv").glob("lib/python*/site-packages")

@@ -127,7 +127,7 @@ def stages(plan: Plan, rows: Rows, out: Path) -> list[Stage]:
                 GRPOConfig(),
                 **{**sampled, "seed": plan.seed + 1},
                 model=str(dpo / "model"),
-                optimizer={"lr": plan.grpo_lr, "warmup_steps": WARMUP_STEPS},
+                optimizer={"lr": plan.grpo_lr, "warmup_steps": min(WARMUP_STEPS, plan.grpo_steps // 4)},
                 train={**batch, "steps": plan.grpo_steps},
                 run={**run, "dir": str(grpo)},
             ),
