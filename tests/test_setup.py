@@ -8,6 +8,7 @@ import tomllib
 import venv
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
