@@ -4,7 +4,7 @@ Every side samples the same prompts at temperature 1, completions of exactly --t
 The sides run in turn, round after round; a server that is not measured is stopped meanwhile (SIGSTOP). vLLM needs an
 environment of its own: sh scripts/vllm.sh. Targets: in process at least 1.8 times vLLM compiled, served 1.5 times.
 
-    python benchmarks/engine.py --sides engine,served,transformers,vllm,vllm-eager --out results.json
+    python benchmarks/engine.py --out results.json --sides engine,served,transformers,vllm,vllm-eager
 """
 
 from __future__ import annotations

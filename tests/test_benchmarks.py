@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 HAS_TRL = importlib.util.find_spec("trl") is not None
-SCRIPTS = ("vs_trl", "learning", "scaling", "record_cost", "allocator", "losses", "serve")
+SCRIPTS = ("vs_trl", "learning", "scaling", "record_cost", "allocator", "losses", "serve", "engine")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,7 @@ def test_help_says_what_is_measured(name, monkeypatch, capsys):
         ("record_cost", ["--steps", "3"], "--steps 3: give an even number"),
         ("serve", ["--concurrency", "1,x"], "--concurrency '1,x': write numbers from 1 to 1024 with commas"),
         ("serve", ["--rounds", "0"], "--rounds 0: give at least 1"),
+        ("engine", ["--sides", "engine,vlm"], "--sides: there is no 'vlm'; choose from engine,served,transformers"),
     ],
 )
 def test_a_wrong_option_is_one_line(name, words, message, monkeypatch, capsys):
@@ -226,3 +227,16 @@ def test_the_coverage_table_has_every_design(monkeypatch, capsys):
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line]
     assert [len(row) for row in rows] == [9] * 10 + [5] * 8
     assert all(0 <= float(cell) <= 100 for row in (*rows[2:10], *rows[12:]) for cell in row[1:])
+
+
+@pytest.mark.slow
+def test_engine(tmp_path):
+    out = tmp_path / "engine.json"
+    sizes = ("--batch", 4, "--prompt-tokens", 5, "--tokens", 4, "--rounds", 2)
+    sides = ("engine", "served", "transformers")
+    done = script(
+        "engine", "--tiny", "--dtype", "float32", "--sides", ",".join(sides), *sizes, "--threads", 1, "--out", out
+    )
+    assert done.returncode == 0, done.stderr
+    rates = json.loads(out.read_text())["tokens_per_s"]
+    assert set(rates) == set(sides) and all(rate["count"] == 2 and rate["min"] > 0 for rate in rates.values())
