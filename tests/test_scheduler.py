@@ -201,3 +201,17 @@ def test_blocks_of_prompts_are_free_again_after_an_update():
     run.scheduler.publish(Revision(2, "c"))
     pool = run.scheduler.cache.pool.shape[2]
     assert sorted(run.scheduler.cache.free_pool) == list(range(pool)) and not run.scheduler.prompts
+
+
+def test_a_cached_prompt_that_enters_keeps_its_blocks_though_others_need_room():
+    policy = make_policy()
+    run = collected(policy, max_batch=4)
+    first, second = (Prompt(str(i), tuple((i + j * j) % 61 for j in range(130)), "") for i in (1, 2))
+    run.submit("before", first, params(max_new_tokens=2), samples=1)
+    run.finish()
+    assert run.scheduler.idle and not run.scheduler.cache.free_pool
+    run.submit("again", first, params(max_new_tokens=9), samples=1)
+    run.submit("other", second, params(max_new_tokens=9), samples=1)
+    run.finish()
+    for name, prompt in (("again", first), ("other", second)):
+        assert plain(run.done[name, 0]) == expected(policy, prompt, params(max_new_tokens=9), 1)[0]
