@@ -297,7 +297,8 @@ def test_balance():
 
 
 def test_the_best_split_is_the_fastest_that_fits():
-    given = spec(SEVEN_B, torch.bfloat16, 2560, tokens_per_microbatch=8192, max_batch=64, max_new_tokens=2048)
+    options = {"tokens_per_microbatch": 8192, "max_batch": 64, "max_new_tokens": 2048, "gradient_checkpointing": True}
+    given = spec(SEVEN_B, torch.bfloat16, 2560, **options)
     planned = make_job(
         given.config, SEVEN_B, torch.bfloat16, prompt_tokens=512.0, completion_tokens=1024.0, longest=2560
     )
@@ -387,10 +388,13 @@ def test_a_larger_model_is_extrapolated_by_its_flops(tmp_path, model, capsys):
 def test_differences_have_a_tolerance(shape):
     plain = job(shape)
     assert differences(plain, replace(plain, prompt_tokens=11), 1) == []
-    assert differences(plain, replace(plain, prompt_tokens=15), 1) == [
-        "prompts of 10 tokens, planned 15",
-        "34 trained tokens a step, planned 39",
-    ][: 1 if 39 / 34 <= 1.25 else 2]
+    assert (
+        differences(plain, replace(plain, prompt_tokens=15), 1)
+        == [
+            "prompts of 10 tokens, planned 15",
+            "34 trained tokens a step, planned 39",
+        ][: 1 if 39 / 34 <= 1.25 else 2]
+    )
     assert differences(plain, replace(plain, dtype="bfloat16"), 1) == ["in float32, planned bfloat16"]
 
 
@@ -465,7 +469,10 @@ def test_measured_here(model, capsys, monkeypatch):
         (["--config", "nowhere.toml"], "--config nowhere.toml: No such file"),
         (["--sampling.grup_size", "4"], "did you mean 'sampling.group_size'?"),
         (["--model", "./nowhere"], "model folder './nowhere' does not exist"),
-        (["--model", "MODEL", "--completion-tokens", "30"], "--completion-tokens 30: more than sampling.max_new_tokens"),
+        (
+            ["--model", "MODEL", "--completion-tokens", "30"],
+            "--completion-tokens 30: more than sampling.max_new_tokens",
+        ),
         (["--model", "MODEL", "--prompt-tokens", "500"], "has 512 positions"),
         (
             ["--model", "MODEL", "--prompt-tokens", "400", "--tokens_per_microbatch", "128"],
