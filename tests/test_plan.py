@@ -374,6 +374,14 @@ def test_another_job_is_extrapolated_with_the_reasons(tmp_path, model, capsys):
     assert any("--network-gb-s" in note for note in plan["notes"])
 
 
+def test_a_run_sampled_by_servers_has_published_to_them(tmp_path, model, capsys):
+    run = made_run(tmp_path / "run", model, engine={"urls": ("http://127.0.0.1:8000",)})
+    plan = plan_of(capsys, "--run", run, "--gpus", 2, "--engine-gpus", 1)
+    hops = {hop["name"]: hop for hop in plan["hops"]}
+    assert "sampled on servers" in hops["sample"]["how"] and hops["sample"]["basis"] == "extrapolated"
+    assert hops["publish"]["seconds"] == pytest.approx(0.125), "what the run took, sending included"
+
+
 def test_a_larger_model_is_extrapolated_by_its_flops(tmp_path, model, capsys):
     run = made_run(tmp_path / "run", model)
     deeper = tmp_path / "deeper"
@@ -421,7 +429,13 @@ def test_the_tables_say_the_basis_of_every_line(tmp_path, model, capsys):
     for name in ("TFLOP/s of a device", "weights", "activations", "sample", "verify", "forward + backward", "publish"):
         (line,) = [line for line in lines if line.startswith(name)][:1]
         assert any(f"  {basis}" in line for basis in ("given", "computed", "extrapolated", "measured")), line
-    for text in ("step, synchronous", "step, asynchronous", "bound by", "engines apart", "fastest use of 8 devices"):
+    for text in (
+        "step, synchronous",
+        "step, asynchronous",
+        "bound by",
+        "keep these trainers busy",
+        "fastest use of 8 devices",
+    ):
         assert text in out
     assert "expected with max_lag 1" in out and "(extrapolated)" in out
     assert "assumed: every completion is taken to have sampling.max_new_tokens = 24" in out
@@ -432,7 +446,7 @@ def test_the_tables_say_the_basis_of_every_line(tmp_path, model, capsys):
 
 def test_json_is_what_the_tables_show(model, capsys):
     words = ["--model", model, "--tflops", 100, "--bandwidth-gb-s", 1000, "--gpu-memory-gib", 1e-3]
-    plan = plan_of(capsys, *words, "--verify-s", 0.5)
+    plan = plan_of(capsys, *words, "--verify-s", 0.5, "--data.max_prompt_tokens", 100)
     (room,) = plan["rooms"]
     assert room["total"] == sum(part["bytes"] for part in room["parts"]) and room["fits"] is False
     assert room["remedies"]
@@ -446,7 +460,7 @@ def test_json_is_what_the_tables_show(model, capsys):
 
 def test_measured_here(model, capsys, monkeypatch):
     monkeypatch.setattr("tinyllm.plan.rates.measure.__kwdefaults__", {"size": 64, "megabytes": 1})
-    plan = plan_of(capsys, "--model", model, "--measure", "--model.dtype", "float32")
+    plan = plan_of(capsys, "--model", model, "--measure", "--model.dtype", "float32", "--prompt-tokens", 100)
     assert plan["rates"]["compute"]["basis"] == plan["rates"]["disk"]["basis"] == "measured"
     assert plan["rates"]["efficiency"]["basis"] == "assumed"
     assert next(hop for hop in plan["hops"] if hop["name"] == "sample")["basis"] == "extrapolated"

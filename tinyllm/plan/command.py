@@ -227,7 +227,8 @@ def _check_lengths(config: GRPOConfig, shape: ModelShape, lengths: Lengths) -> N
     if shape.positions is not None and lengths.longest > shape.positions:
         raise ModelError(
             f"model {config.model.name} has {shape.positions} positions, and the longest prompt with "
-            f"sampling.max_new_tokens = {config.sampling.max_new_tokens} has {lengths.longest}; lower it"
+            f"sampling.max_new_tokens = {config.sampling.max_new_tokens} has {lengths.longest}; lower it, "
+            "or give --prompt-tokens"
         )
     if lengths.longest - 1 > config.train.tokens_per_microbatch:
         raise ConfigError(

@@ -187,6 +187,8 @@ def make_job(
 def rates_of_run(facts: RunFacts, planned: Job, devices: int) -> Rates:
     """The hops' rates of a run; extrapolated, with the reasons, where the planned job is another one."""
     reasons = differences(facts.job, planned, devices)
+    if facts.served:
+        reasons.append("sampled on servers, as if they were one device")
     basis: Basis = "extrapolated" if reasons else "measured"
     what = f"{facts.steps} steps of {facts.path}" + (f"; {', '.join(reasons)}" if reasons else "")
     seconds, job = facts.seconds, facts.job
