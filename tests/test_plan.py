@@ -361,6 +361,15 @@ def test_a_run_gives_lengths_shares_and_rates(tmp_path, model, capsys):
     assert "2 steps of" in hops["sample"]["how"]
 
 
+def test_what_a_run_saved_stands_for_a_start_model_that_is_gone(tmp_path, model, capsys):
+    run = made_run(tmp_path / "run", tmp_path / "gone")
+    assert main(["plan", "--run", str(run)]) == 2
+    assert "gone' does not exist" in capsys.readouterr().err
+    LlamaConfig.from_pretrained(model).save_pretrained(run / "best")
+    plan = plan_of(capsys, "--run", run)
+    assert plan["job"]["shape"]["parameters"] == ALL and plan["step_s"] == pytest.approx(2.0)
+
+
 def test_another_job_is_extrapolated_with_the_reasons(tmp_path, model, capsys):
     run = made_run(tmp_path / "run", model)
     one = {hop["name"]: hop for hop in plan_of(capsys, "--run", run)["hops"]}

@@ -137,12 +137,10 @@ def make(given: argparse.Namespace, config: GRPOConfig, run: RunDir | None) -> t
     from tinyllm.plan.room import Spec
     from tinyllm.plan.work import Layout
 
-    shape = model_shape(read_architecture(config.model.name))
     dtype = _dtype(given, config, run)
-    facts = None
-    if run is not None:
-        run_shape = shape if run.config.model.name == config.model.name else model_shape(_run_architecture(run))
-        facts = read_run(run, run_shape, _run_dtype(run))
+    facts = None if run is None else read_run(run, model_shape(_run_architecture(run)), _run_dtype(run))
+    same = run is not None and run.config.model.name == config.model.name
+    shape = facts.job.shape if facts is not None and same else model_shape(read_architecture(config.model.name))
     lengths, warnings = _lengths(given, config, facts)
     _check_lengths(config, shape, lengths)
     job = make_job(
@@ -177,9 +175,9 @@ def read_architecture(name: str) -> Any:
 
 
 def _run_architecture(run: RunDir) -> Any:
-    """Of the model that was trained: what the run saved, else what it started from."""
-    saved = run.path / "model"
-    return read_architecture(str(saved) if (saved / "config.json").is_file() else run.config.model.name)
+    """Of the model that was trained: what the run saved (its start may be gone), else what it started from."""
+    saved = [run.path / name for name in ("model", "best") if (run.path / name / "config.json").is_file()]
+    return read_architecture(str(saved[0]) if saved else run.config.model.name)
 
 
 def _run_dtype(run: RunDir) -> torch.dtype:
@@ -267,7 +265,7 @@ def _rates(
         value = getattr(given, name)
         return None if value is None else Rate(value * unit, "given", _flag(name))
 
-    hardware = {
+    hardware: dict[str, Any] = {
         "compute": told("tflops", 1e12),
         "bandwidth": told("bandwidth_gb_s", 1e9),
         "network": told("network_gb_s", 1e9),
