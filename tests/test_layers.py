@@ -28,7 +28,7 @@ LAYERS = """
     post
     progress trackers score subjects
     rundiff runview doctor clitext
-    htmlreport evals serve
+    htmlreport evals serve plan
     capstone
     cli
     __main__

@@ -347,6 +347,12 @@ def _serve(words: Sequence[str]) -> int:
     return serve(Arguments("serve"), words)
 
 
+def _plan(words: Sequence[str]) -> int:
+    from tinyllm.plan.command import main as plan
+
+    return plan(Arguments("plan"), words)
+
+
 COMMANDS = {
     "grpo": Command(
         "Train a model with Group Relative Policy Optimization on a verifiable reward.",
@@ -377,6 +383,11 @@ COMMANDS = {
         "Take the bundled model from base over SFT and DPO to GRPO, evaluate every stage, write one report.",
         "tinyllm capstone --seed 0",
         _capstone,
+    ),
+    "plan": Command(
+        "Work out memory and step time of a configuration on a number of GPUs, hop by hop, before it runs.",
+        "tinyllm plan --model MODEL --gpus 8 --run RUN",
+        _plan,
     ),
     "models": Command("List the models that come with tinyllm.", "tinyllm models", _models),
     "tasks": Command("List the tasks and data recipes.", "tinyllm tasks", _tasks),

@@ -95,8 +95,79 @@ def skeleton(arch: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(arch)
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """What memory and time of a model depend on, counted from its configuration: weights, and widths in elements."""
+
+    parameters: int
+    """Every weight once (a tied head is its embedding)."""
+    trunk: int
+    """Weights that multiply each token: all but embeddings and head."""
+    head: int
+    """Weights of the head: vocabulary x hidden."""
+    block: int
+    """Weights of the largest layer."""
+    root: int
+    """Weights outside the layers: embeddings, last norm, head."""
+    linear_sides: int
+    """Inputs plus outputs of all linear layers but the head: what adapters of rank 1 have."""
+    hidden: int
+    layers: int
+    query: int
+    """Query heads x their size."""
+    key_value: int
+    """Key-value heads x their size."""
+    feed_forward: int
+    vocabulary: int
+    positions: int | None
+    """Longest sequence."""
+
+    def trained(self, lora_rank: int) -> int:
+        """Weights that are trained: all, or those of the adapters."""
+        return lora_rank * self.linear_sides if lora_rank else self.parameters
+
+    def cache_bytes(self, element_bytes: int) -> int:
+        """Key-value cache of one token: layers x (key and value) x their heads' width."""
+        return self.layers * 2 * self.key_value * element_bytes
+
+
+def model_shape(arch: PretrainedConfig) -> ModelShape:
+    """The shape of a model from its configuration; no weight is read."""
+    import torch
+
+    model = skeleton(arch)
+    text = arch.get_text_config()
+    head = model.get_output_embeddings()
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    idle = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head.weight)}
+    layers = text.num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == layers]
+    blocks = [sum(p.numel() for p in layer.parameters()) for layer in (stacks[0] if stacks else ())]
+    parameters = model.num_parameters()
+    heads = text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return ModelShape(
+        parameters=parameters,
+        trunk=sum(p.numel() for p in model.parameters() if id(p) not in idle),
+        head=head.weight.numel(),
+        block=max(blocks, default=parameters),
+        root=parameters - sum(blocks),
+        linear_sides=sum(m.in_features + m.out_features for m in linears),
+        hidden=text.hidden_size,
+        layers=layers,
+        query=heads * head_size,
+        key_value=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
+        feed_forward=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        vocabulary=text.vocab_size,
+        positions=getattr(text, "max_position_embeddings", None),
+    )
+
+
 def memory_estimate(
-    arch: PretrainedConfig, dtype: torch.dtype, config: Config | None = None, longest: int | None = None
+    arch: PretrainedConfig | ModelShape,
+    dtype: torch.dtype,
+    config: Config | None = None,
+    longest: int | None = None,
 ) -> MemoryEstimate:
     """What a model takes: its weights; with a run's config, gradients and optimizer; with a longest sequence, the rest.
 
@@ -108,44 +179,43 @@ def memory_estimate(
     """
     import torch
 
-    model = skeleton(arch)
     size = dtype.itemsize
-    parameters = model.num_parameters()
-    parts = [("weights", parameters * size)]
+    if config is None and not isinstance(arch, ModelShape):
+        return MemoryEstimate((("weights", skeleton(arch).num_parameters() * size),))
+    shape = arch if isinstance(arch, ModelShape) else model_shape(arch)
+    parts = [("weights", shape.parameters * size)]
     if config is None:
         return MemoryEstimate(tuple(parts))
-    trained = parameters
-    if rank := config.lora.rank:
-        head = model.get_output_embeddings()
-        linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-        trained = sum(rank * (m.in_features + m.out_features) for m in linears)
+    trained = shape.trained(config.lora.rank)
     moments = 2 if config.optimizer.name == "adamw" else 0
     masters = 1 if dtype == torch.bfloat16 else 0
     parts += [("gradients", 4 * trained), ("optimizer", 4 * (moments + masters) * trained)]
-    measured = isinstance(config, DPOConfig) or (isinstance(config, GRPOConfig) and config.objective.beta > 0)
-    if config.model.reference or (measured and not config.lora.rank):
-        parts.append(("reference model", parameters * size))
+    if needs_reference_model(config):
+        parts.append(("reference model", shape.parameters * size))
     if longest is None:
         return MemoryEstimate(tuple(parts))
 
-    text = arch.get_text_config()
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    heads = text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or hidden // heads
-    key_value = (getattr(text, "num_key_value_heads", None) or heads) * head_size
-    feed_forward = getattr(text, "intermediate_size", None) or 4 * hidden
     if isinstance(config, GRPOConfig):
         sampling = config.sampling
         cached = sampling.cache_tokens or sampling.max_batch * longest
-        parts.append(("key-value cache", cached * layers * 2 * key_value * size))
+        parts.append(("key-value cache", cached * shape.cache_bytes(size)))
         in_step = config.train.prompts_per_step * (longest + (sampling.group_size - 1) * sampling.max_new_tokens)
     else:
         in_step = config.train.batch_size * longest * (2 if isinstance(config, DPOConfig) else 1)
     tokens = min(config.train.tokens_per_microbatch, in_step)
-    in_layer = 8 * hidden + 5 * heads * head_size + 4 * feed_forward
-    kept = layers * hidden + in_layer if config.model.gradient_checkpointing else layers * in_layer
+    in_layer = 8 * shape.hidden + 5 * shape.query + 4 * shape.feed_forward
+    kept = shape.layers * shape.hidden + in_layer if config.model.gradient_checkpointing else shape.layers * in_layer
     parts.append(("activations", tokens * kept * size))
     return MemoryEstimate(tuple(parts))
+
+
+def needs_reference_model(config: Config) -> bool:
+    """Whether a second whole model is held: one that was named, or the start policy of a loss that measures KL.
+
+    With adapters the start policy is the model without them.
+    """
+    measured = isinstance(config, DPOConfig) or (isinstance(config, GRPOConfig) and config.objective.beta > 0)
+    return bool(config.model.reference) or (measured and not config.lora.rank)
 
 
 def require_memory(name: str, estimate: MemoryEstimate, device: str) -> None:

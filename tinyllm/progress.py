@@ -224,6 +224,12 @@ def numbers(metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> list[str]:
     return shown
 
 
+def console() -> Console:
+    """Where results are printed: the terminal, or as wide as need be where there is none."""
+    plain = Console(file=sys.stdout, highlight=False)
+    return plain if plain.is_terminal else Console(file=sys.stdout, highlight=False, width=200)
+
+
 def accuracy(row: Mapping[str, Any]) -> str:
     """0.85 [0.79, 0.90] from an evaluation's counts, or its loss; the mean reward where nothing is called correct."""
     score = held_out_score(row)

@@ -28,8 +28,8 @@ def main(words: Sequence[str]) -> int:
         print(help_text())
         return 0
     names, given, plan_only = parse(words)
-    from tinyllm.evals.view import console, show, show_plan
-    from tinyllm.progress import ReplayProgress
+    from tinyllm.evals.view import show, show_plan
+    from tinyllm.progress import ReplayProgress, console
 
     if plan_only:
         from tinyllm.evals.suite import plan

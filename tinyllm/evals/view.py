@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +16,6 @@ from tinyllm.report import BLUE, GREEN, INK, ORANGE, STYLE
 COLORS = (BLUE, ORANGE, GREEN, "#8a4fa3", "#b8323a", "#5b6770")
 SHOWN_MATCHES = 5
 Report = Mapping[str, Any]
-
-
-def console() -> Console:
-    """Where results are printed: the terminal, or as wide as need be where there is none."""
-    plain = Console(file=sys.stdout, highlight=False)
-    return plain if plain.is_terminal else Console(file=sys.stdout, highlight=False, width=200)
 
 
 def show(report: Report, out: Console) -> None:

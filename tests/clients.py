@@ -1,0 +1,34 @@
+"""A client connected to scripted servers, and one call of it."""
+
+from __future__ import annotations
+
+from scripted import STOP, VOCABULARY, scripted
+
+from tinyllm.cluster.client import HTTPRolloutClient
+from tinyllm.cluster.http import Patience
+from tinyllm.records import Prompt, SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=6, n=2, stop_token_ids=(STOP,), seed=3, step=5)
+QUICK = Patience(attempts=3, deadline_s=20.0, pause_s=0.002)
+
+
+def connect(*servers, patience=QUICK, **options):
+    client = HTTPRolloutClient.connect([s.url for s in servers], vocab_size=VOCABULARY, **options)
+    client.patience = patience
+    for server in servers:
+        server.sampled.clear()
+    return client
+
+
+def prompts(count):
+    return [Prompt(f"p{i}", (3 + i % 40, 5, 7 + i // 40), f"prompt {i}") for i in range(count)]
+
+
+def one(kind="tinyllm", script=None, params=PARAMS, count=1, patience=QUICK, **options):
+    """(completions, client, server) of one call."""
+    with scripted(kind, None, **options) as server:
+        client = connect(server, patience=patience)
+        server.script = script or server.script
+        done = client.sample(prompts(count), params)
+        assert client.accounting.closed
+        return done, client, server

@@ -1,0 +1,200 @@
+"""Memory of a trainer rank and of an engine's device, whether it fits, and what would make it fit.
+
+A trainer rank of N (FSDP, N = 1: one process):
+
+    (weights + gradients + optimizer + reference model) / N
+    + (N - 1)/N (gathered weights: the whole model where the ranks sample, else all outside the layers and one layer)
+    + (N - 1)/N (fp32 gradients of the largest group, before they are reduced)
+    + key-value cache (where the ranks sample) + activations + head
+
+The parts of one process are those of memory.memory_estimate, which `tinyllm grpo` checks at its start. The head works
+on blocks of 256 rows: three fp32 matrices [rows, vocabulary], and the fp32 gradient of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tinyllm.configio import overlay
+from tinyllm.memory import ModelShape, gib, memory_estimate
+from tinyllm.plan.rates import Basis, Rate
+from tinyllm.plan.work import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+    from tinyllm.config import GRPOConfig
+
+HEADROOM = 0.9
+"""Share of a device's memory that may be planned; the rest is for allocator, kernels and driver."""
+HEAD_ROWS = 256
+"""Rows of the head's blocks (post/logprobs.py)."""
+SHARDED = ("weights", "gradients", "optimizer", "reference model")
+MOST_DEVICES = 4096
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What memory depends on."""
+
+    config: GRPOConfig
+    shape: ModelShape
+    dtype: torch.dtype
+    longest: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a device's memory."""
+
+    name: str
+    bytes: int
+    basis: Basis
+    how: str
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of one kind of device."""
+
+    device: str
+    count: int
+    parts: tuple[Part, ...]
+    capacity: Rate | None
+    remedies: tuple[str, ...] = ()
+    """What would make it fit, each by itself; empty where it fits."""
+
+    @property
+    def total(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def fits(self) -> bool | None:
+        """None where the device's memory is not known."""
+        return None if self.capacity is None else self.total <= HEADROOM * self.capacity.value
+
+
+HOW = {
+    "weights": "weights x bytes",
+    "gradients": "4 bytes per trained weight",
+    "optimizer": "moments and fp32 masters, 4 bytes each per trained weight",
+    "reference model": "weights x bytes",
+    "key-value cache": "max_batch x longest x layers x 2 x key-value width",
+    "activations": "20% around what was measured on a CPU for Llama, Qwen 3 and GPT-2 layers",
+}
+
+
+def trainer_room(spec: Spec, layout: Layout) -> Room:
+    """One trainer rank."""
+    n, size, shape = layout.trainers, spec.dtype.itemsize, spec.shape
+    samples = not layout.engines
+    parts = []
+    for name, whole in memory_estimate(shape, spec.dtype, spec.config, spec.longest).parts:
+        if not whole or (name == "key-value cache" and not samples):
+            continue
+        share = n if name in SHARDED else 1
+        how = HOW[name] + (f", 1/{n} of it" if share > 1 else "")
+        parts.append(Part(name, round(whole / share), "extrapolated" if name == "activations" else "computed", how))
+    if n > 1:
+        gathered = shape.parameters if samples else shape.root + shape.block
+        what = "the whole model to sample with" if samples else "embeddings, head and one layer"
+        parts.append(Part("gathered weights", gathered * size * (n - 1) // n, "computed", f"{what}, of other ranks"))
+        if not spec.config.lora.rank:
+            largest = max(shape.root, shape.block)
+            how = "fp32, of the largest group before it is reduced"
+            parts.append(Part("gathered gradients", 4 * largest * (n - 1) // n, "computed", how))
+    rows = max(HEAD_ROWS, spec.config.sampling.max_batch if samples else 0)
+    head = 12 * rows * shape.vocabulary + (0 if spec.config.lora.rank else 4 * shape.head)
+    parts.append(Part("head", head, "computed", f"three fp32 matrices of {rows} rows x vocabulary, and its gradient"))
+    return Room("trainer", n, tuple(parts), None)
+
+
+def engine_room(spec: Spec, layout: Layout) -> Room:
+    """One device of an engine."""
+    t, size, shape, sampling = layout.gpus_per_engine, spec.dtype.itemsize, spec.shape, spec.config.sampling
+    cached = sampling.cache_tokens or sampling.max_batch * spec.longest
+    part = f", 1/{t} of it" if t > 1 else ""
+    parts = (
+        Part("weights", shape.parameters * size // t, "computed", HOW["weights"] + part),
+        Part("key-value cache", cached * shape.cache_bytes(size) // t, "computed", HOW["key-value cache"] + part),
+        Part("head", 12 * sampling.max_batch * shape.vocabulary, "computed", "three fp32 matrices of max_batch rows"),
+    )
+    return Room("engine", layout.engines * t, parts, None)
+
+
+def rooms(spec: Spec, layout: Layout, capacity: Rate | None) -> tuple[Room, ...]:
+    """Every kind of device, with remedies where it does not fit."""
+    found = []
+    for kind in _kinds(layout):
+        room = replace(kind(spec, layout), capacity=capacity)
+        if room.fits is False:
+            changes = _trainer_changes(spec, layout) if kind is trainer_room else _engine_changes(spec, layout)
+            room = replace(room, remedies=_remedies(kind, changes, capacity))
+        found.append(room)
+    return tuple(found)
+
+
+def fits(spec: Spec, layout: Layout, capacity: Rate | None) -> bool:
+    """Whether every device has room; true where their memory is not known."""
+    return all(replace(kind(spec, layout), capacity=capacity).fits is not False for kind in _kinds(layout))
+
+
+def _kinds(layout: Layout) -> list[Any]:
+    return [trainer_room, *([engine_room] if layout.engines else [])]
+
+
+Change = tuple[str, Spec, Layout]
+
+
+def _remedies(kind: Any, changes: Iterator[Change], capacity: Rate | None) -> tuple[str, ...]:
+    """The changes that are enough by themselves, the first of each option."""
+    found: dict[str, str] = {}
+    least = None
+    for text, spec, layout in changes:
+        room = replace(kind(spec, layout), capacity=capacity)
+        option = text.partition(" ")[0]
+        if room.fits and option not in found:
+            found[option] = f"{text}: {gib(room.total)}"
+        if least is None or room.total < least[0]:
+            least = (room.total, text)
+    if found or least is None:
+        return tuple(found.values())
+    return (f"none of these is enough by itself; the most is saved by {least[1]}: {gib(least[0])}; combine them",)
+
+
+def _trainer_changes(spec: Spec, layout: Layout) -> Iterator[Change]:
+    """Options that lower a trainer rank's memory, weakest first."""
+
+    def with_options(**flat: Any) -> Spec:
+        options = {name.replace("__", "."): value for name, value in flat.items()}
+        return replace(spec, config=overlay(spec.config, options))
+
+    least = spec.longest - 1
+    if spec.config.train.tokens_per_microbatch > least:
+        yield f"--train.tokens_per_microbatch {least}", with_options(train__tokens_per_microbatch=least), layout
+    if not spec.config.model.gradient_checkpointing:
+        yield "--model.gradient_checkpointing", with_options(model__gradient_checkpointing=True), layout
+    if not layout.engines:
+        for batch in _halves(spec.config.sampling.max_batch):
+            yield f"--sampling.max_batch {batch}", with_options(sampling__max_batch=batch), layout
+    trainers = layout.trainers
+    while (trainers := trainers * 2) <= MOST_DEVICES:
+        yield f"--gpus {trainers + layout.devices - layout.trainers}", spec, replace(layout, trainers=trainers)
+    if not spec.config.lora.rank:
+        yield "--lora.rank 16", with_options(lora__rank=16), layout
+
+
+def _engine_changes(spec: Spec, layout: Layout) -> Iterator[Change]:
+    for batch in _halves(spec.config.sampling.max_batch):
+        changed = replace(spec, config=overlay(spec.config, {"sampling.max_batch": batch}))
+        yield f"--sampling.max_batch {batch}", changed, layout
+    count = layout.gpus_per_engine
+    while (count := count * 2) <= 64:
+        yield f"--gpus-per-engine {count}", spec, replace(layout, gpus_per_engine=count)
+
+
+def _halves(count: int) -> Iterator[int]:
+    while (count := count // 2) >= 1:
+        yield count
