@@ -204,7 +204,8 @@ class Parts(ABC):
 
     def train(self, run: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
         config = self.config
-        self.publish(Revision(progress.step, self.weights_hash()))
+        revision = Revision(progress.step, self.weights_hash())
+        self.publish(revision)
         seed = config.seed if config.data.seed is None else config.data.seed
         order = PromptOrder(self.data.train, seed, progress.position)
         with _stop_signals(lambda: self.phase("stopping after this step")) as stop_requested:
@@ -215,6 +216,7 @@ class Parts(ABC):
                 updater=self.updater,
                 weights_hash=self.weights_hash,
                 reference_hash=self.reference_hash,
+                revision=revision,
                 evaluate=self.evaluator(),
                 keep_best=lambda step: models.save_model(self.policy.model, self.tokenizer, run.path / "best"),
                 callbacks=self.callbacks,

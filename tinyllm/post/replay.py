@@ -170,7 +170,7 @@ class _Player:
             self.parts.optimizer.load(tensors)
             begin = step
             break
-        self.parts.publish(Revision(begin, self.parts.weights_hash()))
+        self._publish(Revision(begin, self.parts.weights_hash()))
         for step in range(begin + 1, first):
             self._train(step, self._groups(step))
         yield from range(first, last + 1)
@@ -205,11 +205,18 @@ class _Player:
         return learning_rate(self.parts.config.optimizer, step, self.parts.config.train.steps)
 
     def _train(self, step: int, groups: Sequence[Group]) -> tuple[Batch, UpdateResult, Revision]:
-        batch = self.objective.batch(groups)
+        batch = replace(self.objective.batch(groups), revision=self._recorded(step - 1))
         result = self.parts.updater(batch, self._lr(step))
-        revision = Revision(step, self.parts.weights_hash())
+        self._publish(Revision(step, self.parts.weights_hash()))
+        return batch, result, self.revision
+
+    def _publish(self, revision: Revision) -> None:
+        self.revision = revision
         self.parts.publish(revision)
-        return batch, result, revision
+
+    def _recorded(self, step: int) -> Revision:
+        """What the run called the weights after a step: here they may differ, by another processor or a "what if"."""
+        return Revision(step, self.metrics[step]["hashes"]["weights"]) if step in self.metrics else self.revision
 
     # -- hops -----------------------------------------------------------------------------------------------------
 
@@ -280,8 +287,9 @@ class _Player:
         if row.get("sampler_equal") == 1.0:  # then the record holds the trainer's own numbers, token by token
             for index, logp in sorted(result.logprobs.items()):
                 rollout = batch.rollouts[index]
+                current = batch.current_tokens(index).tolist()
                 for i, (was, now) in enumerate(zip(rollout.completion.logprobs, logp.tolist(), strict=True)):
-                    if was != now:
+                    if was != now and current[i]:
                         name = (
                             f"row {index} (prompt {rollout.completion.prompt_id}, sample {rollout.completion.sample})"
                         )
