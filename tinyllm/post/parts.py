@@ -24,7 +24,7 @@ from tinyllm.configio import to_dict
 from tinyllm.engine.head import Policy
 from tinyllm.engine.probe import probe
 from tinyllm.errors import ConfigError, RunError, TrainingStopped
-from tinyllm.hashing import hash_bytes, hash_json, hash_tensors
+from tinyllm.hashing import hash_bytes
 from tinyllm.manifest import build_manifest
 from tinyllm.memory import keep_freed_memory, memory_estimate, require_memory
 from tinyllm.post.objectives import objective_of
@@ -197,10 +197,7 @@ class Parts(ABC):
                 )
 
     def weights_hash(self) -> str:
-        if self.config.lora.rank:
-            trained = hash_tensors({n: p.detach() for n, p in self.optimizer.parameters.items()})
-            return hash_json([self.start_hash, trained])
-        return models.content_hash(self.policy.model)
+        return models.weights_hash(self.policy.model, self.start_hash)
 
     def train(self, run: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
         config = self.config
@@ -222,7 +219,7 @@ class Parts(ABC):
                 callbacks=self.callbacks,
                 progress=progress,
                 recorded=frozenset(recorded),
-                position=lambda: order.position,
+                position=lambda: order.trained,
                 stop_requested=stop_requested,
             )
             facts = {name: fact for name, fact in self.manifest()["facts"].items() if name != "verifier"}

@@ -19,7 +19,7 @@ import torch
 
 from tinyllm import models
 from tinyllm.callbacks import Callback
-from tinyllm.config import Config, EngineConfig, GRPOConfig
+from tinyllm.config import Config, EngineConfig, GRPOConfig, PoolConfig
 from tinyllm.configio import overlay
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.files import json_text, write_atomic
@@ -125,8 +125,11 @@ def _range(run: RunDir, steps: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _here(run: RunDir, config: Config, sample: bool) -> Config:
-    """Without servers: what tinyllm's own have sampled, the embedded engine samples again bit for bit."""
-    if not isinstance(config, GRPOConfig) or not config.engine.urls:
+    """Without servers or a pool: what they have sampled, the embedded engine samples again bit for bit."""
+    if not isinstance(config, GRPOConfig):
+        return config
+    config = replace(config, pool=PoolConfig())
+    if not config.engine.urls:
         return config
     others = {facts["server"] for facts in run.manifest["facts"].get("engine", ())} - {"tinyllm"}
     if sample and others:
