@@ -139,7 +139,7 @@ class PoolConfig:
     max_lag: int = opt(0, "how many optimizer steps older than the trained weights a token's may be", ge=0)
     engine_threads: int = opt(1, "CPU threads of each engine", ge=1)
     group_deadline_s: float = opt(
-        600.0, "seconds one group may be sampled, or verified; a worker that hangs is replaced", gt=0
+        600.0, "seconds one group may be sampled, or verified, before its worker is replaced", gt=0
     )
     group_attempts: int = opt(3, "how often a group is tried when its worker dies or hangs", ge=1)
     ray_address: str | None = opt(None, "a running Ray cluster, as in 10.0.0.1:6379; not set = one of our own here")

@@ -13,14 +13,20 @@ from typing import Any
 
 from tinyllm.records import Group
 
-AXES = {
+_AXES = {
     "length": ("tokens", "longer", "short completions"),
     "difficulty": ("mean reward", "easier", "hard prompts"),
     "time": ("seconds", "slower", "quick groups"),
 }
 """What groups are compared by: unit, what dropped ones with a larger value are, what training leans towards then."""
-OPPOSITE = {"longer": "shorter", "easier": "harder", "slower": "quicker",
-            "short completions": "long completions", "hard prompts": "easy prompts", "quick groups": "slow groups"}  # fmt: skip
+_OPPOSITE = {
+    "longer": "shorter",
+    "easier": "harder",
+    "slower": "quicker",
+    "short completions": "long completions",
+    "hard prompts": "easy prompts",
+    "quick groups": "slow groups",
+}
 DROPPED_SHARE = 0.01
 """A smaller share of dropped completions is not worth a warning."""
 _APART = 0.2
@@ -146,8 +152,8 @@ def _difference(axis: str, known: Sequence[tuple[float, Mapping[str, Any]]]) -> 
     lost, held = (sum(v * w for v, w in part) / sum(w for _, w in part) for part in (dropped, trained))
     if abs(lost - held) <= _APART * max(abs(lost), abs(held)):
         return None
-    unit, more, lean = AXES[axis]
-    more, lean = (more, lean) if lost > held else (OPPOSITE[more], OPPOSITE[lean])
+    unit, more, lean = _AXES[axis]
+    more, lean = (more, lean) if lost > held else (_OPPOSITE[more], _OPPOSITE[lean])
     return (
         f"dropped groups were {more} than those trained on ({lost:.3g} against {held:.3g} {unit}), so training leans "
         f"towards {lean}"

@@ -190,8 +190,7 @@ class PoolSource:
         with self.pool.changed:
             step = self._steps[done.work.step]
             step.judged[done.work.number] = judged
-            facts = {"revision": done.trace.revision, **vars(done.trace)}
-            self._lines.append(ledger_line(done.work.step, judged.group, facts))
+            self._lines.append(ledger_line(done.work.step, judged.group, vars(done.trace)))
             if len(step.judged) == len(step.prompts):
                 self._settle(done.work.step, step)
             self.pool.changed.notify_all()

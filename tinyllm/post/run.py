@@ -191,7 +191,7 @@ class GRPOParts(Parts):
         return _Resumed(run, order, recorded, further)
 
     def _take_recorded(self, run: RunDir, order: PromptOrder, recorded: Sequence[int], after: int) -> None:
-        """Moves the order on past what the record has. With refills and a lag its positions have gaps: all steps count."""
+        """Moves the order on past what the record has: with refills and a lag there are gaps, so all steps count."""
         gaps = self.config.pool.max_lag and Rules.of(self.config).dynamic_sampling
         if gaps:
             order.position = 0

@@ -1,8 +1,9 @@
 """What the driver knows of a worker: calls that end as futures, and an end for good.
 
 A worker is a process on Ray (ray_workers.py), the servers (served_workers.py) or a thread of the trainer's (here). Each
-has one method that does its work, `work(new, budget_s)`: takes (id, payload) pairs on, works until something is finished
-or the budget is over, and returns (id, result) pairs, each id at most once. One call is under way at a time.
+has one method that does its work, `work(new, budget_s)`: it takes (name, payload) pairs on, works until something is
+finished or the budget is over, and returns (name, result) pairs, each name at most once. One call is under way at a
+time.
 """
 
 from __future__ import annotations
