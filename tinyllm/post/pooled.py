@@ -73,7 +73,8 @@ class Pool:
     def _engines(self, prompts: Sequence[Prompt], params: SamplingParams) -> Staff:
         config, settings = self.config, self.config.pool
         if not self.embedded:
-            return self.engine.staff(max(1, config.engine.max_concurrent // config.sampling.group_size))
+            groups = max(1, config.engine.max_concurrent // config.sampling.group_size)
+            return self.engine.staff(groups, settings.max_lag)
         assert self.cluster is not None
         slots, own, pool = self.engine.slots(prompts, params)
         spec = EngineSpec(config.model, config.lora, config.seed, settings.engine_threads, slots, own, pool)
@@ -106,6 +107,8 @@ class Pool:
     def close(self) -> None:
         """No process is left."""
         self.driver.close()
+        if not self.embedded:
+            self.engine.close()
         if self.cluster is not None:
             self.cluster.close()
 

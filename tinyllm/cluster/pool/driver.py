@@ -6,9 +6,9 @@
     driver.close()
 
 All state belongs to this thread; everyone else, the workers' futures included, puts an action into its inbox. A worker
-whose process dies, or that is over its deadline, is ended and replaced, and its groups go back to the queue's head: what
-a group draws depends on its seed, step, prompt, draw and sample alone, so nothing is lost by asking again, and an answer
-that nobody waits for any more is dropped. A group that has met too many such faults ends with the reason.
+that dies, or is over its deadline, is ended and replaced, and its groups go back to the head of the queue: what a group
+draws depends on its seed, step, prompt, draw and sample alone, so nothing is lost by asking again, and an answer that
+nobody waits for any more is dropped. A group that has met too many such faults ends with the reason.
 """
 
 from __future__ import annotations
