@@ -14,7 +14,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,8 @@ class HTTPRolloutClient:
         self.servers, self.max_concurrent, self.patience = servers, max_concurrent, patience or Patience()
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.accounting = Accounting()
+        self.run: Callable[[Callable[[Http], Coroutine[Any, Any, Any]]], Any] = run
+        """Runs the requests of a call; a pool puts its own event loop here."""
         self.max_lag = 0
         """More than 0: an update may come while a completion is sampled."""
         self._name = uuid.uuid4().hex[:8]
@@ -152,7 +154,7 @@ class HTTPRolloutClient:
         self.require(prompts, params)
         wanted, done, call = self._begin(prompts, params)
         try:
-            run(lambda http: call.whole(http, wanted))
+            self.run(lambda http: call.whole(http, wanted))
         finally:
             self._settle(wanted, done)
         return [done[index] for index in range(len(wanted))]

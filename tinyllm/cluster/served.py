@@ -84,8 +84,9 @@ class ServedEngine:
             raise EngineError("SGLang cuts off what it samples at an update; set pool.max_lag to 0")
         loop = self.loop = Loop()
         self.client.max_lag = max_lag
-        self.publisher.run = loop.run
-        self.publisher.way.kept = max(self.publisher.way.kept, max_lag + 2)
+        self.client.run = self.publisher.run = loop.run
+        if isinstance(self.publisher.way, VLLMLora):  # a request keeps the adapter it was sent with
+            self.publisher.way.kept = max(self.publisher.way.kept, max_lag + 2)
         return Staff("servers", 1, lambda: ServedWorker(self.client, loop), groups)
 
     def close(self) -> None:

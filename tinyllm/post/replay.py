@@ -21,6 +21,7 @@ from tinyllm import models
 from tinyllm.callbacks import Callback
 from tinyllm.config import Config, EngineConfig, GRPOConfig, PoolConfig
 from tinyllm.configio import overlay
+from tinyllm.engine.engine import Engine
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.files import json_text, write_atomic
 from tinyllm.hashing import hash_tensor, hash_tensors
@@ -29,6 +30,7 @@ from tinyllm.post.batch import Batch
 from tinyllm.post.grpo import PRESETS
 from tinyllm.post.optimizer import learning_rate
 from tinyllm.post.parts import Parts
+from tinyllm.post.resample import Versions, resample
 from tinyllm.post.run import GRPOParts, make_parts
 from tinyllm.post.trainer import derived_columns, hash_verdicts, step_metrics
 from tinyllm.post.update import UpdateResult
@@ -161,11 +163,13 @@ class _Player:
         self.metrics = {row["step"]: row for row in run.metrics("train")}
         self.checkpoints = set(run.checkpoints.steps())
         self.lines: list[dict[str, Any]] = []
+        self.lag = run.config.pool.max_lag if sample else 0
+        self.versions = Versions(parts.optimizer.parameters, self.lag + 1)
 
     def start(self, first: int, last: int) -> Iterator[int]:
         """The steps to replay, once the weights are those before the first of them."""
         begin = 0
-        for step in sorted((s for s in self.checkpoints if s < first), reverse=True):
+        for step in sorted((s for s in self.checkpoints if s < first - self.lag), reverse=True):
             try:
                 _, tensors, _ = self.run.load_checkpoint(step)
             except RunError:
@@ -215,6 +219,8 @@ class _Player:
 
     def _publish(self, revision: Revision) -> None:
         self.revision = revision
+        if self.sample:
+            self.versions.keep(revision.step)
         self.parts.publish(revision)
 
     def _recorded(self, step: int) -> Revision:
@@ -225,10 +231,13 @@ class _Player:
 
     def _sampled(self, step: int, groups: Sequence[Group]) -> Divergence | None:
         assert isinstance(self.parts, GRPOParts)
-        params = replace(self.parts.params, step=step)
-        again = self.parts.engine.sample([g.prompt for g in groups], params)
-        for (group, rollout), new in zip(_rows(groups), again, strict=True):
+        assert isinstance(self.parts.engine, Engine)
+        again = resample(self.parts.engine, self.versions, groups, replace(self.parts.params, step=step))
+        for group, rollout in _rows(groups):
             old = rollout.completion
+            if not old.token_ids:  # it failed, and has nothing to be drawn again
+                continue
+            new = again[group.id, old.sample]
             for i, pair in enumerate(zip(old.token_ids, new.token_ids, strict=False)):
                 if pair[0] != pair[1]:
                     return Divergence(step, "sample", f"{_name(group, rollout)}, token {i}", *pair)
