@@ -264,7 +264,7 @@ def test_a_killed_run_goes_on_and_loses_no_prompt(home, tmp_path, pools, dynamic
         process.kill()
         process.communicate()
     assert_none_left(mark)
-    before = {name: data for name, data in rollouts(tmp_path / "run").items()}
+    before = rollouts(tmp_path / "run")
     result = runs.resume(tmp_path / "run")
     run = RunDir.read(result.run_dir)
     assert [row["step"] for row in metrics(result.run_dir)] == [1, 2, 3, 4, 5, 6]
