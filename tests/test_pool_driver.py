@@ -11,7 +11,8 @@ import pytest
 import tiny
 
 from tinyllm import cli
-from tinyllm.cluster.pool.driver import Driver, Work
+from tinyllm.cluster.pool.books import Work
+from tinyllm.cluster.pool.driver import Driver
 from tinyllm.cluster.pool.workers import Staff, ThreadWorker, WorkerDied
 from tinyllm.errors import ConfigError, EngineError
 from tinyllm.post import run as runs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyllm import rewards
-from tinyllm.cluster.pool.driver import Work
+from tinyllm.cluster.pool.books import Work
 from tinyllm.config import RewardConfig
 from tinyllm.post.grpo import collect_groups
 from tinyllm.records import Completion, Group, Prompt, SamplingParams, Verdict

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tinyllm.cluster.pool.driver import Done, Driver, Work
+from tinyllm.cluster.pool.books import Done, Work
+from tinyllm.cluster.pool.driver import Driver
 from tinyllm.cluster.pool.engine_worker import EngineSpec, EngineWorker, to_arrays, trained_parameters
 from tinyllm.cluster.pool.ray_workers import RayCluster
 from tinyllm.cluster.pool.workers import Staff, ThreadWorker

@@ -19,120 +19,21 @@ import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from tinyllm.cluster.pool.workers import START_S, Staff, Worker, WorkerDied
+from tinyllm.cluster.pool.books import Call, Done, Item, Seat, Stage, Trace, Work, due, seats_of
+from tinyllm.cluster.pool.workers import START_S, Staff, WorkerDied
 from tinyllm.engine.sampling import seed_key
 from tinyllm.errors import EngineError
-from tinyllm.records import Completion, Prompt, Revision, SamplingParams
+from tinyllm.records import Completion, Revision
 
 log = logging.getLogger("tinyllm")
 
 BUDGET_S = 0.25
 """How long an engine works before it is asked for what is finished, and may take new weights and new groups."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """One group to sample and verify."""
-
-    step: int
-    number: int
-    """Its place in the step."""
-    prompt: Prompt
-    params: SamplingParams
-
-
-@dataclass(frozen=True)
-class Trace:
-    """How a group went; what the ledger keeps of it."""
-
-    revision: int
-    """The newest weights when it was let in."""
-    queued_s: float = 0.0
-    sampling_s: float = 0.0
-    verifying_s: float = 0.0
-    """Seconds of the attempt that counted."""
-    engine: str = ""
-    verifier: str = ""
-    faults: int = 0
-    """Attempts that ended with a worker's death or at a deadline."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """A group that has left the pool."""
-
-    work: Work
-    result: Any
-    """What the verifier's work returned."""
-    trace: Trace
-
-
-@dataclass(eq=False)
-class _Item:
-    """A group under way."""
-
-    name: int
-    work: Work
-    trace: Trace
-    entered: float
-    since: float = 0.0
-    """When the worker got it that has it."""
-    faults: int = 0
-    """In the stage where it is."""
-    completions: list[Completion] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Call:
-    """A call under way."""
-
-    since: float
-
-
-@dataclass(eq=False)
-class _Seat:
-    """One worker's place; the worker changes when it had to be replaced."""
-
-    name: str
-    staff: Staff
-    worker: Worker | None = None
-    call: _Call | None = None
-    ready: bool = False
-    revision: Revision | None = None
-    items: list[_Item] = field(default_factory=list)
-    deaths: int = 0
-    """In a row, without a group finished in between."""
-    busy_s: float = 0.0
-    busy_since: float | None = None
-
-    def note_busy(self, now: float) -> None:
-        """Closes the account of busy time, and opens it again where there is work."""
-        if self.busy_since is not None:
-            self.busy_s += now - self.busy_since
-        self.busy_since = now if self.items else None
-
-    def state(self) -> str:
-        if not self.ready:
-            return "restarting" if self.deaths else "starting"
-        return f"{len(self.items)} running" if self.items else "idle"
-
-
-@dataclass(eq=False)
-class _Stage:
-    """A queue of groups and the workers that take from it."""
-
-    seats: list[_Seat]
-    payload: Callable[[_Item], Any]
-    finish: Callable[[_Item, Any], None]
-    give_up: Callable[[_Item, str], None]
-    """What becomes of a group that no worker could finish, with the reason."""
-    waiting: deque[_Item] = field(default_factory=deque)
 
 
 class Driver:
@@ -156,9 +57,9 @@ class Driver:
         self.staffs = (engines, verifiers)
         self.revision: Revision | None = None
         self.weights: Any = None
-        self.sampling = _Stage(_seats(engines), lambda item: item.work, self._sampled, self._not_sampled)
-        self.verifying = _Stage(
-            _seats(verifiers), lambda item: (item.work, item.completions), self._verified, self._not_verified
+        self.sampling = Stage(seats_of(engines), lambda item: item.work, self._sampled, self._not_sampled)
+        self.verifying = Stage(
+            seats_of(verifiers), lambda item: (item.work, item.completions), self._verified, self._not_verified
         )
         self.stages = (self.sampling, self.verifying)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -223,8 +124,8 @@ class Driver:
 
     def _act(self) -> None:
         """Everything that has come in; waits for the first until the next deadline."""
-        due = [moment for stage in self.stages for seat in stage.seats if (moment := _due(seat)) is not None]
-        pause = max(0.01, min(due) - time.monotonic()) if due else None
+        moments = [moment for stage in self.stages for seat in stage.seats if (moment := due(seat)) is not None]
+        pause = max(0.01, min(moments) - time.monotonic()) if moments else None
         try:
             self._inbox.get(timeout=pause)()
             while True:
@@ -235,12 +136,12 @@ class Driver:
     def _submit(self, works: Sequence[Work]) -> None:
         revision = -1 if self.revision is None else self.revision.step
         now = time.monotonic()
-        self.sampling.waiting.extend(_Item(next(self._names), work, Trace(revision), now) for work in works)
+        self.sampling.waiting.extend(Item(next(self._names), work, Trace(revision), now) for work in works)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def _call(self, seat: _Seat, method: str, then: Callable[[Any], None], *arguments: Any) -> None:
-        call = seat.call = _Call(time.monotonic())
+    def _call(self, seat: Seat, method: str, then: Callable[[Any], None], *arguments: Any) -> None:
+        call = seat.call = Call(time.monotonic())
 
         def answered(future: Future[Any]) -> None:
             self._inbox.put(lambda: self._answered(seat, call, future, then))
@@ -248,7 +149,7 @@ class Driver:
         assert seat.worker is not None
         seat.worker.call(method, *arguments).add_done_callback(answered)
 
-    def _answered(self, seat: _Seat, call: _Call, future: Future[Any], then: Callable[[Any], None]) -> None:
+    def _answered(self, seat: Seat, call: Call, future: Future[Any], then: Callable[[Any], None]) -> None:
         if seat.call is not call:  # of a worker that was replaced
             return
         seat.call = None
@@ -260,7 +161,7 @@ class Driver:
         else:
             then(future.result())
 
-    def _start(self, seat: _Seat) -> None:
+    def _start(self, seat: Seat) -> None:
         seat.ready, seat.revision, seat.worker = False, None, seat.staff.make()
 
         def started(_: Any) -> None:
@@ -268,7 +169,7 @@ class Driver:
 
         self._call(seat, "start", started)
 
-    def _replace(self, seat: _Seat, why: str, suspects: Sequence[_Item]) -> None:
+    def _replace(self, seat: Seat, why: str, suspects: Sequence[Item]) -> None:
         """A new worker; its groups go back, and the suspects among them are a fault nearer to their end."""
         seat.deaths += 1
         log.warning("%s is replaced: %s; %d groups are tried again", seat.name, why, len(seat.items))
@@ -292,7 +193,7 @@ class Driver:
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         for seat in (seat for stage in self.stages for seat in stage.seats):
-            moment = _due(seat)
+            moment = due(seat)
             if moment is None or moment > now:
                 continue
             limit = seat.staff.deadline_s if seat.ready else START_S
@@ -302,7 +203,7 @@ class Driver:
 
     # -- work -------------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, stage: _Stage) -> None:
+    def _dispatch(self, stage: Stage) -> None:
         for seat in stage.seats:
             if not seat.ready or seat.call is not None:
                 continue
@@ -314,18 +215,18 @@ class Driver:
             if seat.items:
                 pairs = [(item.name, stage.payload(item)) for item in new]
 
-                def then(results: Any, stage: _Stage = stage, seat: _Seat = seat) -> None:
+                def then(results: Any, stage: Stage = stage, seat: Seat = seat) -> None:
                     self._finished(stage, seat, results)
 
                 self._call(seat, "work", then, pairs, BUDGET_S)
 
-    def _publish(self, seat: _Seat, revision: Revision) -> None:
+    def _publish(self, seat: Seat, revision: Revision) -> None:
         def published(_: Any) -> None:
             seat.revision = revision
 
         self._call(seat, "publish", published, revision, self.weights)
 
-    def _take(self, stage: _Stage, seat: _Seat) -> list[_Item]:
+    def _take(self, stage: Stage, seat: Seat) -> list[Item]:
         """What this worker begins now: its share of all there is. A group in its last attempt is alone, so that it can
         take no other down with it."""
         if seat.staff.takes_weights and self.revision is None:
@@ -344,7 +245,7 @@ class Driver:
         seat.note_busy(now)
         return new
 
-    def _finished(self, stage: _Stage, seat: _Seat, results: Sequence[tuple[int, Any]]) -> None:
+    def _finished(self, stage: Stage, seat: Seat, results: Sequence[tuple[int, Any]]) -> None:
         now = time.monotonic()
         mine = {item.name: item for item in seat.items}
         for name, result in results:
@@ -358,20 +259,20 @@ class Driver:
             stage.finish(item, result)
         seat.note_busy(now)
 
-    def _traced(self, stage: _Stage, seat: _Seat, item: _Item, now: float) -> Trace:
+    def _traced(self, stage: Stage, seat: Seat, item: Item, now: float) -> Trace:
         """A group's trace with this attempt in it."""
         if stage is self.sampling:
             return replace(item.trace, sampling_s=now - item.since, engine=seat.name)
         return replace(item.trace, verifying_s=now - item.since, verifier=seat.name)
 
-    def _sampled(self, item: _Item, completions: list[Completion]) -> None:
+    def _sampled(self, item: Item, completions: list[Completion]) -> None:
         item.completions = completions
         if any(c.finish_reason != "error" for c in completions):
             self.verifying.waiting.append(item)
         else:
             self._not_verified(item, "no completion was sampled")
 
-    def _not_sampled(self, item: _Item, why: str) -> None:
+    def _not_sampled(self, item: Item, why: str) -> None:
         p, prompt = item.work.params, item.work.prompt
         keys = [seed_key(p.seed, p.step, prompt.id, prompt.draw, sample) for sample in range(p.n)]
         item.completions = [
@@ -380,25 +281,11 @@ class Driver:
         ]
         self._not_verified(item, why)
 
-    def _not_verified(self, item: _Item, why: str) -> None:
+    def _not_verified(self, item: Item, why: str) -> None:
         self._verified(item, self.without_verdict(item.work, item.completions, why))
 
-    def _verified(self, item: _Item, result: Any) -> None:
+    def _verified(self, item: Item, result: Any) -> None:
         trace = item.trace
         whole = time.monotonic() - item.entered
         queued = max(0.0, whole - trace.sampling_s - trace.verifying_s)
         self.on_done(Done(item.work, result, replace(trace, queued_s=queued)))
-
-
-def _seats(staff: Staff) -> list[_Seat]:
-    return [_Seat(f"{staff.name} {number}", staff) for number in range(1, staff.count + 1)]
-
-
-def _due(seat: _Seat) -> float | None:
-    """When this worker has to have done something, at the latest."""
-    if seat.call is not None and not seat.ready:
-        return seat.call.since + START_S
-    limit = seat.staff.deadline_s
-    if limit is None or seat.call is None:
-        return None
-    return min([seat.call.since + limit, *(item.since + limit for item in seat.items)])
