@@ -23,6 +23,7 @@ from tinyllm.cluster.pool.ray_workers import RayCluster
 from tinyllm.cluster.pool.workers import Staff, ThreadWorker
 from tinyllm.config import GRPOConfig
 from tinyllm.engine.engine import Engine
+from tinyllm.errors import ConfigError
 from tinyllm.ledger import DROPPED_SHARE, ledger_line, selection
 from tinyllm.post.batch import Rules
 from tinyllm.post.judging import Judge, Judged, build_judge, without_verdict
@@ -76,9 +77,15 @@ class Pool:
         if not self.embedded:
             groups = max(1, config.engine.max_concurrent // config.sampling.group_size)
             return self.engine.staff(groups, settings.max_lag)
+        if self.engine.policy.device.type != "cpu":
+            raise ConfigError(
+                f"pool.engines = {settings.engines}: they sample on CPUs, and the model is on "
+                f"{self.engine.policy.device}; start servers there (tinyllm serve) and give engine.urls"
+            )
         assert self.cluster is not None
         slots, own, pool = self.engine.slots(prompts, params)
-        spec = EngineSpec(config.model, config.lora, config.seed, settings.engine_threads, slots, own, pool)
+        model = replace(config.model, device="cpu")
+        spec = EngineSpec(model, config.lora, config.seed, settings.engine_threads, slots, own, pool)
         make = partial(self.cluster.worker, partial(EngineWorker, spec))
         capacity = -(-slots // params.n)
         return Staff("engine", settings.engines, make, capacity, settings.group_deadline_s, takes_weights=True)
