@@ -26,8 +26,6 @@ def odd_share(prompts, completions, **_):
 class HangsOnce:
     """Sleeps for ever the first time that any process calls it: the one that makes the file."""
 
-    __qualname__ = "HangsOnce"
-
     def __init__(self, mark):
         self.mark = str(mark)
         self.__name__ = "hangs_once"

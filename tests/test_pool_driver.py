@@ -274,8 +274,8 @@ def test_what_a_verifier_raises_is_the_reason_of_its_group():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--pool.max-lag 1", "pool.max_lag = 1: nothing samples beside the trainer; set pool.engines too"),
-        ("--pool.verifiers 2", "pool.verifiers = 2: nothing samples beside the trainer; set pool.engines too"),
+        ("--pool.max-lag 1", "pool.max_lag = 1: nothing samples beside the trainer; set pool.engines to 1 or more"),
+        ("--pool.verifiers 2", "pool.verifiers = 2: nothing samples beside the trainer; set pool.engines to 1 or more"),
         ("--pool.engines -1", "pool.engines = -1: must be at least 0"),
         ("--pool.engines 1 --engine.urls http://127.0.0.1:1", "servers are engines too; give one of them"),
         ("--pool.engine 1", "unknown option 'pool.engine'; did you mean 'pool.engines'?"),

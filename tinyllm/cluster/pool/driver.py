@@ -19,6 +19,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -136,7 +137,9 @@ class Driver:
     def _submit(self, works: Sequence[Work]) -> None:
         revision = -1 if self.revision is None else self.revision.step
         now = time.monotonic()
-        self.sampling.waiting.extend(Item(next(self._names), work, Trace(revision), now) for work in works)
+        items = [Item(next(self._names), work, Trace(revision), now) for work in works]
+        waiting = self.sampling.waiting  # a refill of an earlier step goes before the steps after it
+        self.sampling.waiting = deque(sorted([*waiting, *items], key=lambda item: item.work.step))
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

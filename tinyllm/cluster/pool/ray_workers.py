@@ -71,7 +71,7 @@ class RayCluster:
 def _connect(address: str | None, store_bytes: int) -> None:
     import ray
 
-    options: dict[str, Any] = {"address": address, "include_dashboard": False, "log_to_driver": False}
+    options: dict[str, Any] = {"address": address or "local", "include_dashboard": False, "log_to_driver": False}
     options |= {"logging_level": logging.ERROR, "configure_logging": False}
     if address is None:  # the workers ask for no CPUs, so that two of them are enough for any number
         options |= {"num_cpus": 0, "object_store_memory": store_bytes, "_system_config": _LOCAL}
