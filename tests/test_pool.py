@@ -40,7 +40,7 @@ LONG = {"max_new_tokens": 40, "max_batch": 4}
 @pytest.fixture(scope="module")
 def ray():
     """One Ray for all tests of this file; every worker process is gone after each run."""
-    cluster = RayCluster(None, 1 << 20)
+    cluster = RayCluster(None, 2, 1 << 20)
     yield cluster
     cluster.close()
 

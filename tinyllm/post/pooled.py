@@ -58,7 +58,7 @@ class Pool:
         try:
             if settings.engines or settings.verifiers:
                 size = sum(p.numel() * p.element_size() for p in parameters.values()) if settings.engines else 0
-                self.cluster = RayCluster(settings.ray_address, size)
+                self.cluster = RayCluster(settings.ray_address, settings.engines + settings.verifiers, size)
             self.driver = Driver(
                 self._engines(prompts, params),
                 self._verifiers(verify, judged, data),

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -42,13 +43,13 @@ def require_ray() -> None:
 class RayCluster:
     """Ray for one run: a cluster that is there, or one of our own on this machine, which ends with the run."""
 
-    def __init__(self, address: str | None, weights_bytes: int) -> None:
+    def __init__(self, address: str | None, workers: int, weights_bytes: int) -> None:
         require_ray()
         import ray
 
         self.own = not ray.is_initialized()
         if self.own:
-            _connect(address, _STORE_BYTES + 4 * weights_bytes)
+            _connect(address, workers, _STORE_BYTES + 4 * weights_bytes)
         self.node = ray.get_runtime_context().get_node_id()
 
     def put(self, value: Any) -> Any:
@@ -68,13 +69,13 @@ class RayCluster:
             ray.shutdown()
 
 
-def _connect(address: str | None, store_bytes: int) -> None:
+def _connect(address: str | None, workers: int, store_bytes: int) -> None:
     import ray
 
     options: dict[str, Any] = {"address": address or "local", "include_dashboard": False, "log_to_driver": False}
     options |= {"logging_level": logging.ERROR, "configure_logging": False}
-    if address is None:  # the workers ask for no CPUs, so that two of them are enough for any number
-        options |= {"num_cpus": 0, "object_store_memory": store_bytes, "_system_config": _LOCAL}
+    if address is None:  # so many processes are started at once; workers ask for no CPUs, so they always find a place
+        options |= {"num_cpus": workers, "object_store_memory": store_bytes, "_system_config": _LOCAL}
     for attempt in range(1, _STARTS + 1):
         try:
             with _environment():
@@ -92,7 +93,7 @@ def _connect(address: str | None, store_bytes: int) -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """What processes that Ray starts are to find: our modules, and no reports to anyone."""
+    """What processes that Ray starts are to find: our modules, and no reports to anyone. What is ours stays as it was."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     given = {
         "PYTHONPATH": paths,
@@ -100,10 +101,13 @@ def _environment() -> Iterator[None]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     before = {name: os.environ.get(name) for name in given}
+    handler = signal.getsignal(signal.SIGTERM)
     os.environ.update(given)
     try:
         yield
     finally:
+        if threading.current_thread() is threading.main_thread():  # Ray puts one of its own there
+            signal.signal(signal.SIGTERM, handler)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
