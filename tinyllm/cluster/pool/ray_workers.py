@@ -93,7 +93,7 @@ def _connect(address: str | None, workers: int, store_bytes: int) -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """What processes that Ray starts are to find: our modules, and no reports to anyone. What is ours stays as it was."""
+    """What processes that Ray starts are to find: our modules, and no reports to anyone. Here all stays as it was."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     given = {
         "PYTHONPATH": paths,
@@ -106,7 +106,7 @@ def _environment() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # Ray puts one of its own there
+        if handler is not None and threading.current_thread() is threading.main_thread():  # Ray sets one of its own
             signal.signal(signal.SIGTERM, handler)
         for name, value in before.items():
             if value is None:
