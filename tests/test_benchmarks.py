@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 HAS_TRL = importlib.util.find_spec("trl") is not None
-SCRIPTS = ("vs_trl", "learning", "scaling", "record_cost", "allocator", "losses", "serve", "engine")
+SCRIPTS = ("vs_trl", "learning", "scaling", "record_cost", "allocator", "losses", "serve", "engine", "async")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def script(name: str, *words: object) -> subprocess.CompletedProcess:
     """A benchmark in its own process, as a user starts it."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     line = [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, env=env, timeout=300)
+    return subprocess.run(line, capture_output=True, text=True, env=env, timeout=900)
 
 
 def here(name: str, monkeypatch, *words: object) -> None:
@@ -67,6 +67,7 @@ def test_help_says_what_is_measured(name, monkeypatch, capsys):
         ("scaling", ["--max-tokens", "1"], "0 grid points cannot fix three coefficients"),
         ("record_cost", ["--steps", "3"], "--steps 3: give an even number"),
         ("serve", ["--concurrency", "1,x"], "--concurrency '1,x': write numbers from 1 to 1024 with commas"),
+        ("async", ["--lags", "1,x"], "--lags '1,x': write numbers with commas"),
         ("serve", ["--rounds", "0"], "--rounds 0: give at least 1"),
         ("engine", ["--sides", "engine,vlm"], "--sides: there is no 'vlm'; choose from engine,served,transformers"),
     ],
@@ -240,3 +241,20 @@ def test_engine(tmp_path):
     assert done.returncode == 0, done.stderr
     rates = json.loads(out.read_text())["tokens_per_s"]
     assert set(rates) == set(sides) and all(rate["count"] == 2 and rate["min"] > 0 for rate in rates.values())
+
+
+@pytest.mark.slow
+def test_async(job, tmp_path):
+    out = tmp_path / "async.json"
+    pool = ["--engines", 1, "--verifiers", 1, "--lags", 1, "--verify-s", 0.01]
+    done = script("async", "--config", job, *pool, "--steps", 2, "--rounds", 1, "--threads", 1, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "seconds a step" in done.stdout and "engine idle" in done.stdout
+    result = json.loads(out.read_text())
+    assert set(result["step_s"]) == {"without a pool", "pool, lag 1"}
+    assert all(side["count"] == 2 and side["min"] > 0 for side in result["step_s"].values())
+    assert result["times_as_fast"]["without a pool"] == 1 and set(result["idle"]["pool, lag 1"]) == {
+        "trainer",
+        "engine",
+        "verifier",
+    }

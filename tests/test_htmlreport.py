@@ -127,6 +127,27 @@ def test_only_what_is_sampled_can_be_too_sure(tmp_path, kind, said):
     assert any("Entropy fell" in finding["text"] for finding in found) is said
 
 
+def test_a_pool_that_drops_long_work_is_said_to(tmp_path):
+    """The ledger's counts as a table by quarters, and what they mean in words."""
+    make_run(tmp_path / "run", steps=2)
+    with RunDir.open(tmp_path / "run") as run:
+        dull = {"requested": 4, "failed": 0, "dropped": 0, "reasons": {}, "sampling_s": 1.0, "verifying_s": 0.5}
+        lines = [
+            dull | {"step": 1, "group": f"{i}#0", "prompt": str(i), "tokens_mean": 4.0, "reward_mean": 0.5}
+            for i in range(6)
+        ]
+        lost = {"dropped": 4, "reasons": {"timed out": 4}, "tokens_mean": 40.0, "reward_mean": None}
+        run.log_ledger([*lines, dull | {"step": 2, "group": "9#0", "prompt": "9"} | lost])
+    run = RunDir.read(tmp_path / "run")
+    (said,) = [f for f in findings(run, None) if "dropped" in f["text"]]
+    assert said["level"] == "bad" and said["text"].startswith(
+        "14.3% of the completions were dropped; most often because: timed out"
+    )
+    assert "dropped groups were longer than those trained on (40 against 4 tokens)" in said["text"]
+    page = write_html(tmp_path / "report.html", [run]).read_text()
+    assert "what was asked of the pool, and what became of it" in page and "leans towards short completions" in page
+
+
 def test_stages_of_a_pipeline(browser, run, tmp_path):
     with RunDir.create(tmp_path / "sft", manifest_of("sft")) as sft:
         sft.log({"step": 1, "loss": 2.0})

@@ -17,7 +17,7 @@ LAYERS = """
     files config
     options
     configio stats rollouts checkpoint manifest callbacks
-    rundir
+    rundir ledger
     report
     bundled memory
     models

@@ -15,7 +15,7 @@ from run_samples import assert_tensors_equal, make_groups, make_tensors, manifes
 
 from tinyllm.errors import RewardError, RunError
 from tinyllm.files import new_folder, read_json, read_tensors, recover_folders, write_json, write_tensors
-from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
+from tinyllm.records import Completion, Group, Prompt, Revision, RevisionSpan, Rollout, Verdict
 from tinyllm.rollouts import SCHEMA, read_table, write_table
 from tinyllm.rundir import RunDir
 
@@ -34,6 +34,14 @@ json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
     max_leaves=5,
+)
+
+
+any_spans = st.builds(
+    RevisionSpan,
+    st.builds(Revision, st.integers(0, 2**40), words),
+    st.integers(0, 2**31 - 1),
+    st.integers(0, 2**31 - 1),
 )
 
 
@@ -59,6 +67,7 @@ def any_groups(draw):
                 Revision(draw(st.integers(0, 2**40)), draw(words)),
                 draw(words),
                 draw(st.none() | words),
+                tuple(draw(st.lists(any_spans, max_size=2))),
             )
             finite = st.floats(allow_nan=False, allow_infinity=False)
             parts = tuple(draw(st.lists(st.tuples(words, finite), max_size=2)))
@@ -106,6 +115,41 @@ def test_a_column_of_a_user_never_replaces_ours(run):
     assert back.prompt.row == row
     assert back.prompt.text == group.prompt.text
     assert back.rollouts == group.rollouts
+
+
+def test_spans_are_kept_and_a_record_without_them_is_as_before(run):
+    """Records from before spans were kept have no such column; rows without spans hash to the same."""
+    group = make_groups(prompts=1)[0]
+    first = group.rollouts[0].completion
+    spans = (RevisionSpan(Revision(0, "a"), 0, 1), RevisionSpan(Revision(2, "b"), 1, 4))
+    across = replace(group.rollouts[0], completion=replace(first, spans=spans))
+    run.record(1, [replace(group, rollouts=(across, *group.rollouts[1:]))])
+    run.record(2, [group])
+    assert run.read_groups(1)[0].rollouts[0].completion.all_spans == spans
+    assert first.all_spans == (RevisionSpan(first.revision, 0, 4),)
+    table = pq.read_table(run.rollout_path(2))
+    pq.write_table(table.drop_columns("spans"), run.rollout_path(2))
+    assert run.read_groups(2) == [group]
+    table = pq.read_table(run.rollout_path(1))
+    rows = table.to_pylist()
+    rows[0]["spans"][1]["start"] = 2
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run.rollout_path(1))
+    with pytest.raises(RunError, match=r"row 0 \(group row-0#0, sample 0\)"):
+        run.read_groups(1)
+
+
+def test_the_ledger_is_read_back_up_to_its_last_whole_line(run):
+    assert run.ledger() == []
+    run.log_ledger([{"step": 1, "group": "a#0"}, {"step": 1, "group": "b#0"}])
+    run.log_ledger([])
+    run.log_ledger([{"step": 2, "group": "c#0"}])
+    assert [line["group"] for line in run.ledger()] == ["a#0", "b#0", "c#0"]
+    run.close()
+    with open(run.path / "ledger.jsonl", "a") as file:
+        file.write('{"step": 3, "gro')
+    with RunDir.open(run.path) as again:
+        again.log_ledger([{"step": 3, "group": "d#0"}])
+        assert [line["group"] for line in again.ledger()] == ["a#0", "b#0", "c#0", "d#0"]
 
 
 def test_what_json_cannot_hold_is_refused_by_name(run):

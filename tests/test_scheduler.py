@@ -7,9 +7,9 @@ import torch
 from test_engine import Letters, count_rows, engine, make_policy, make_prompts, params
 
 from tinyllm.engine.sampling import seed_key
-from tinyllm.engine.scheduler import Job, Scheduler, Span
+from tinyllm.engine.scheduler import Job, Scheduler
 from tinyllm.post.logprobs import pack_targets, score
-from tinyllm.records import Prompt, Revision
+from tinyllm.records import Prompt, Revision, RevisionSpan
 
 KINDS = [
     {},
@@ -144,8 +144,8 @@ def test_spans_say_whose_weights_drew_which_tokens():
     run.submit("after", other, params(), samples=1)
     run.finish()
     across, after = run.done["across", 0], run.done["after", 0]
-    assert across.spans == (Span(Revision(4, "a"), 0, had), Span(Revision(5, "b"), had, 20))
-    assert after.spans == (Span(Revision(5, "b"), 0, len(after.token_ids)),)
+    assert across.spans == (RevisionSpan(Revision(4, "a"), 0, had), RevisionSpan(Revision(5, "b"), had, 20))
+    assert after.spans == (RevisionSpan(Revision(5, "b"), 0, len(after.token_ids)),)
     assert plain(after) == expected(policy, other, params(), 1)[0]
     with torch.no_grad():
         for name, p in policy.model.named_parameters():

@@ -16,6 +16,7 @@ from tinyllm.callbacks import Callback
 from tinyllm.errors import EngineError, RunError, TrainingStopped
 from tinyllm.post import run as runs
 from tinyllm.post.replay import replay
+from tinyllm.rundir import RunDir
 
 pytest.importorskip("tinyllm.serve.app", reason="there is no tinyllm serve", exc_type=ImportError)
 pytest.importorskip("uvicorn")
@@ -49,7 +50,9 @@ def here(tmp_path, monkeypatch):
 def run(here, name, url=None, steps=3, **options):
     folder, model, rows = here
     engine = {"urls": (url,), "deadline_s": 60.0, **options.pop("engine", {})} if url else {}
-    config = tiny.config(model, rows, folder / name, train={"steps": steps, "prompts_per_step": 4}, engine=engine)
+    sections = {name: options.pop(name) for name in ("pool", "sampling") if name in options}
+    train = {"steps": steps, "prompts_per_step": 4}
+    config = tiny.config(model, rows, folder / name, train=train, engine=engine, **sections)
     return runs.train(config, reward=tiny.many_digits, **options)
 
 
@@ -85,6 +88,28 @@ def test_a_run_through_a_server_is_the_embedded_run_bit_for_bit(here):
     text = (through.run_dir / "manifest.json").read_text()
     assert '"server": "tinyllm"' in text and '"logprobs": "after temperature"' in text and KEY not in text
     assert replay(through.run_dir, sample=True).divergence is None, "without the server"
+
+
+@pytest.mark.slow
+def test_a_run_ahead_on_a_server_is_replayed_to_the_bit(here):
+    """The server takes updates while it samples; no pool process is needed. Without a lag it is the embedded run."""
+    embedded = run(here, "embedded")
+    with served(here[1]) as (_, url):
+        level = run(here, "level", url, pool={"max_lag": 0}, engine={"max_concurrent": 4})
+        ahead = run(
+            here,
+            "ahead",
+            url,
+            steps=5,
+            pool={"max_lag": 2},
+            sampling={"max_new_tokens": 40},
+            engine={"max_concurrent": 4},
+        )
+    assert sampled(level, (1, 2, 3)) == sampled(embedded, (1, 2, 3))
+    lags = [(row["lag_max"], row["step"]) for row in tiny.metrics(ahead.run_dir)]
+    assert max(lags)[0] in (1, 2) and all(lag <= 2 for lag, _ in lags)
+    assert replay(ahead.run_dir, sample=True).divergence is None
+    assert len(RunDir.read(ahead.run_dir).ledger()) == 20
 
 
 @pytest.mark.slow

@@ -65,6 +65,25 @@ def test_a_prompt_that_comes_twice_in_a_step_has_two_draws():
     assert sum(draws.values()) == 7 and len({(p.id, p.draw) for p in taken}) == 7
 
 
+def test_the_record_tells_which_positions_are_taken():
+    """Refills that were drawn after the next step's prompts leave gaps; a resumed order fills them."""
+    whole = PromptOrder(PROMPTS[:4], seed=1)
+    taken = [whole.take(count, {}) for count in (2, 2, 1, 3)]  # step 1, step 2, a refill of step 1, step 3
+    order = PromptOrder(PROMPTS[:4], seed=1)
+    order.take_recorded([p.id for p in (*taken[0], *taken[2])])
+    assert order.position == 2
+    assert [p.id for p in order.take(2, {})] == [p.id for p in taken[1]]
+    assert [p.id for p in order.take(3, {})] == [p.id for p in taken[3]] and order.position == 8
+
+
+def test_a_record_without_gaps_is_a_position():
+    for count in (0, 3, 10, 17, 30):
+        order = PromptOrder(PROMPTS, seed=2)
+        order.take_recorded([p.id for p in PromptOrder(PROMPTS, seed=2).take(count, {})])
+        assert order.position == count
+        assert [p.id for p in order.take(7, {})] == [p.id for p in PromptOrder(PROMPTS, 2, count).take(7, {})]
+
+
 # Dynamic sampling
 
 

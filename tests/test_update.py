@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from tinyllm.errors import TrainingStopped
 from tinyllm.post import update
 from tinyllm.post.batch import Batch, Rules, make_batch
 from tinyllm.post.grpo import PRESETS, kl_estimate
+from tinyllm.post.objectives import GRPOObjective
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.update import Updater, UpdateResult, model_scorer
+from tinyllm.records import Revision, RevisionSpan
 
 PLAIN = {
     "sampling": {"max_new_tokens": 8},
@@ -200,6 +203,82 @@ def test_further_updates_use_the_first_log_probabilities(clip):
     assert result.updates == 3 and result.stats.ratio_max > 1.05
     assert result.stats.clipped_low > 0 and result.stats.clipped_high > 0
     assert result.stats.gap_tokens == result.stats.tokens
+
+
+NOW, BEFORE = Revision(5, "now"), Revision(3, "before")
+
+
+def drawn_from(spans_of):
+    """GROUPS[0] with the revisions of its tokens: spans_of(sample, length) -> ((revision, start, end), ...)."""
+    rollouts = []
+    for rollout in GROUPS[0].rollouts:
+        spans = tuple(RevisionSpan(*s) for s in spans_of(rollout.completion.sample, len(rollout.completion.token_ids)))
+        changed = replace(rollout.completion, revision=spans[0].revision, spans=spans if len(spans) > 1 else ())
+        rollouts.append(replace(rollout, completion=changed))
+    return [replace(GROUPS[0], rollouts=tuple(rollouts))]
+
+
+def lagging_update(spans_of, **more):
+    """An update of weights of revision NOW on such a group, with how far each weight moved."""
+    config, policy = options(**more), Policy(llama())
+    before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    batch = replace(make_batch(drawn_from(spans_of), Rules.of(config)), revision=NOW)
+    updater = Updater(policy, Optimizer(policy.model.named_parameters(), config.optimizer), config)
+    result = updater(batch, 1.0)
+    return {n: before[n] - p.detach() for n, p in policy.model.named_parameters()}, result, batch, updater
+
+
+def test_tokens_of_the_trained_weights_are_measured_against_the_first_pass():
+    """So a run without a lag does not depend on what was recorded, and is as it was before lags were known."""
+    moved, result, batch, _ = lagging_update(lambda sample, length: [(NOW, 0, length)])
+    plain, as_before, _ = one_update(GROUPS[:1], options())
+    assert all(torch.equal(moved[n], plain[n]) for n in plain) and result.stats == as_before.stats
+    assert result.stats.ratio_max == 1.0 and result.stats.gap_tokens == result.stats.tokens == 11
+    numbers = GRPOObjective(options()).metrics(batch.groups, batch, result.stats, {})
+    assert (numbers["lag_mean"], numbers["lag_max"]) == (0.0, 0)
+
+
+def test_older_tokens_are_measured_against_what_was_recorded():
+    """Slow twin: the ratio of an older token is over the probability it was drawn with, never computed again."""
+    older = {0: 2, 2: 5}  # sample -> how many of its first tokens
+
+    def spans_of(sample, length):
+        cut = older.get(sample, 0)
+        return [s for s in ((BEFORE, 0, cut), (NOW, cut, length)) if s[1] < s[2]]
+
+    moved, result, batch, updater = lagging_update(spans_of, objective={"clip_low": 0.9, "clip_high": 5.0})
+    model = llama()
+    logps = {
+        r: dense_logprobs(Policy(model), batch.prompts[r], batch.rollouts[r].completion.token_ids) for r in range(4)
+    }
+
+    def loss(r, logp):
+        done = batch.rollouts[r].completion
+        recorded = torch.tensor(done.logprobs)
+        mine = torch.arange(len(done.token_ids)) < older.get(done.sample, 0)
+        old = torch.where(mine, recorded, logps[r].detach())
+        q, a = (logp - old).exp(), float(batch.advantages[r])
+        return -torch.minimum(q * a, q.clamp(0.1, 6.0) * a)
+
+    close(moved, dense_gradient(model, batch, loss, "sequence"), tolerance=1e-4)
+    assert result.stats.ratio_max != 1.0
+    assert result.stats.gap_tokens == 11 - 7, "the gap is measured where the weights are the sampler's"
+    assert result.stats.tokens == 11
+    first = result.logprobs[0]
+    torch.testing.assert_close(first, logps[0].detach(), atol=1e-5, rtol=1e-5)
+    assert updater.objective.old(batch, 0, first).tolist() == pytest.approx(
+        [*batch.rollouts[0].completion.logprobs[:2], float(first[2])]
+    )
+    numbers = updater.objective.metrics(batch.groups, batch, result.stats, {})
+    assert (numbers["lag_mean"], numbers["lag_max"]) == (7 * 2 / 11, 2)
+
+
+def test_a_batch_of_older_tokens_alone_has_no_sampler_gap():
+    _, result, batch, updater = lagging_update(lambda sample, length: [(BEFORE, 0, length)])
+    numbers = updater.objective.metrics(batch.groups, batch, result.stats, {})
+    assert result.stats.gap_tokens == 0 and result.stats.gap_sum == 0
+    names = ("sampler_equal", "sampler_gap", "sampler_gap_max", "sampler_kl")
+    assert [numbers[name] for name in names] == [None] * 4 and numbers["lag_mean"] == 2.0
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3])

@@ -131,6 +131,21 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class PoolConfig:
+    """Sampling and verifying in processes of their own, while the trainer trains (needs the extra `cluster`)."""
+
+    engines: int = opt(0, "processes that sample; 0 = no pool, or servers (engine.urls)", ge=0)
+    verifiers: int = opt(0, "processes that verify; 0 = in the trainer's", ge=0)
+    max_lag: int = opt(0, "how many optimizer steps older than the trained weights a token's may be", ge=0)
+    engine_threads: int = opt(1, "CPU threads of each engine", ge=1)
+    group_deadline_s: float = opt(
+        600.0, "seconds one group may be sampled, or verified, before its worker is replaced", gt=0
+    )
+    group_attempts: int = opt(3, "how often a group is tried when its worker dies or hangs", ge=1)
+    ray_address: str | None = opt(None, "a running Ray cluster, as in 10.0.0.1:6379; not set = one of our own here")
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """What is minimized."""
 
@@ -219,6 +234,7 @@ class GRPOConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.5e-5))
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -138,11 +138,25 @@ def _check_grpo(c: GRPOConfig) -> None:
         raise ConfigError(
             f"reward.weights = {show_value(c.reward.weights)}: give one per function, {count} in all, or none"
         )
+    _check_pool(c)
     low, high = c.objective.clip_low, c.objective.clip_high
     if low is not None and low > 1:
         raise ConfigError(f"objective.clip_low = {low}: a ratio cannot fall by more than 1; set it to 0.2")
     if high is not None and low is not None and high < low and c.objective.preset != "cispo":
         raise ConfigError(f"objective.clip_high = {high}: below clip_low = {low}; set it to {low} or more")
+
+
+def _check_pool(c: GRPOConfig) -> None:
+    pool = c.pool
+    if pool.engines and c.engine.urls:
+        raise ConfigError(f"pool.engines = {pool.engines} and engine.urls: servers are engines too; give one of them")
+    if pool.engines or c.engine.urls:
+        return
+    for name in ("max_lag", "verifiers"):
+        if value := getattr(pool, name):
+            raise ConfigError(
+                f"pool.{name} = {value}: nothing samples beside the trainer; set pool.engines to 1 or more"
+            )
 
 
 # Files and dictionaries

@@ -22,6 +22,7 @@ class Finding:
 EXTRAS = {
     "tensorboard": ("tensorboard", "pip install 'tinyllm[track]'"),
     "wandb": ("wandb", "pip install 'tinyllm[track]'"),
+    "ray": ("ray", "pip install 'tinyllm[cluster]'"),
     "trackio": ("trackio", "pip install 'tinyllm[track]'"),
 }
 NEED_GIB = 4.0

@@ -367,3 +367,11 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def content_hash(model: torch.nn.Module) -> str:
     """Hash of every weight and buffer a model saves (adapters too), by name: the same exactly when all are equal."""
     return hash_tensors(model.state_dict())
+
+
+def weights_hash(model: Any, start_hash: str) -> str:
+    """Identity of the weights a model computes with: of all of them, or of its start and its adapters."""
+    if hasattr(model, "peft_config"):
+        trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        return hash_json([start_hash, hash_tensors(trained)])
+    return content_hash(model)

@@ -27,6 +27,15 @@ class Revision:
 
 
 @dataclass(frozen=True, slots=True)
+class RevisionSpan:
+    """Tokens [start, end) of a completion that were sampled from the weights of one revision."""
+
+    revision: Revision
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt, already rendered to token ids, with the task row its completions are verified against."""
 
@@ -83,10 +92,22 @@ class Completion:
     seed_key: int
     """64-bit key from which this completion's random numbers were derived."""
     revision: Revision
+    """Of the weights that drew the first token, which are the oldest."""
     text: str
     """Decoded completion without special tokens and without a trailing stop string."""
     error: str | None = None
     """Why sampling failed (finish_reason "error"), else None."""
+    spans: tuple[RevisionSpan, ...] = ()
+    """Which weights drew which tokens, where an update came while it was sampled; empty: all are of `revision`.
+
+    The keys and values of earlier tokens are kept across an update: a token's distribution is that of its own weights
+    on what the weights before have left in the cache.
+    """
+
+    @property
+    def all_spans(self) -> tuple[RevisionSpan, ...]:
+        """`spans`, also for a completion whose tokens are all of one revision."""
+        return self.spans or (RevisionSpan(self.revision, 0, len(self.token_ids)),)
 
 
 @dataclass(frozen=True, slots=True)

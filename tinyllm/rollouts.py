@@ -21,8 +21,11 @@ import xxhash
 
 from tinyllm.errors import RewardError, RunError
 from tinyllm.hashing import hash_bytes, hash_json
-from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
+from tinyllm.records import Completion, Group, Prompt, Revision, RevisionSpan, Rollout, Verdict
 
+SPANS = pa.list_(
+    pa.struct([("policy_step", pa.int64()), ("policy_hash", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
+)
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -33,6 +36,7 @@ SCHEMA = pa.schema(
         ("sample", pa.int32()),
         ("policy_step", pa.int64()),  # the optimizer step of the weights that sampled it
         ("policy_hash", pa.string()),  # the hash of their content
+        ("spans", SPANS),  # null: every token is of these weights; else which weights drew tokens [start, end)
         ("prompt", pa.string()),
         ("completion", pa.string()),
         ("reward", pa.float64()),  # null: unscored, for the reason beside it
@@ -174,6 +178,7 @@ def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
         "sample": completion.sample,
         "policy_step": completion.revision.step,
         "policy_hash": completion.revision.hash,
+        "spans": [_span_columns(span) for span in completion.spans] or None,
         "completion": completion.text,
         "reward": verdict.value,
         "reason": verdict.reason,
@@ -185,6 +190,15 @@ def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
         "completion_token_ids": completion.token_ids,
         "logprobs": completion.logprobs,
     }
+
+
+def _span_columns(span: RevisionSpan) -> dict[str, Any]:
+    revision = span.revision
+    return {"policy_step": revision.step, "policy_hash": revision.hash, "start": span.start, "end": span.end}
+
+
+def _span(row: Mapping[str, Any]) -> RevisionSpan:
+    return RevisionSpan(Revision(row["policy_step"], row["policy_hash"]), row["start"], row["end"])
 
 
 def _group(rows: list[dict[str, Any]]) -> Group:
@@ -213,6 +227,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         revision=Revision(row["policy_step"], row["policy_hash"]),
         text=row["completion"],
         error=row["error"],
+        spans=tuple(_span(span) for span in row.get("spans") or ()),
     )
     parts = tuple((part["name"], part["value"]) for part in row["parts"])
     return Rollout(completion, Verdict(row["reward"], row["reason"], row["answer"], parts))
@@ -233,6 +248,10 @@ def _row_hash(row: Mapping[str, Any]) -> str:
         digest.update(len(numbers).to_bytes(8, "little"))
         digest.update(numbers.tobytes())
     rest = {name: value for name, value in row.items() if not isinstance(value, tuple | list) and name != "row_hash"}
+    if row.get("spans"):  # left out where there are none, so that records from before they were kept hold
+        rest["spans"] = [list(span.values()) for span in row["spans"]]
+    else:
+        rest.pop("spans", None)
     rest["parts"] = [[part["name"], part["value"]] for part in row["parts"]]
     digest.update(hash_json(rest).encode())
     return digest.hexdigest()

@@ -5,6 +5,7 @@
     rollouts/000001.parquet   what step 1 sampled and how it was judged (000001-2.parquet: its second refill)
     metrics.jsonl             one line per step and per evaluation; the same in every identical run
     timing.jsonl              seconds, memory, wall clock; different in every run
+    ledger.jsonl              with a pool: how each group went; different in every run
     checkpoints/000020/       tensors and state
     derived/000001.parquet    advantages and trainer log-probabilities of step 1; replay computes them again
     superseded/               what a resumed run put aside
@@ -118,7 +119,7 @@ class RunDir:
             with write_errors(path):
                 for folder in (path, *(path / name for name in ("rollouts", "checkpoints", "derived"))):
                     recover_folders(folder)
-                for name in ("metrics.jsonl", "timing.jsonl"):
+                for name in ("metrics.jsonl", "timing.jsonl", "ledger.jsonl"):
                     run._cut_torn_line(path / name)
             run._earlier = {_line_key(row): json_text(row) for row in run.metrics()}
             return run
@@ -322,6 +323,16 @@ class RunDir:
     def timings(self) -> list[dict[str, Any]]:
         """The lines of timing.jsonl."""
         return read_lines(self.path / "timing.jsonl")[0]
+
+    def log_ledger(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Lines of ledger.jsonl: groups that left the pool; see ledger.py."""
+        self._writable()
+        if lines:
+            append_line(self.path / "ledger.jsonl", "\n".join(map(json_text, lines)), durable=False)
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """The lines of ledger.jsonl; none without a pool."""
+        return read_lines(self.path / "ledger.jsonl")[0]
 
     def _cut_torn_line(self, path: Path) -> None:
         _, good = read_lines(path)

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from tinyllm.cluster.http import Failed, Http, Patience, persist, run, together
 from tinyllm.cluster.servers import Server, Servers, api_key
 from tinyllm.engine.sampling import seed_key
 from tinyllm.errors import EngineError
-from tinyllm.records import Completion, Prompt, Revision, SamplingParams
+from tinyllm.records import Completion, Prompt, Revision, RevisionSpan, SamplingParams
 
 log = logging.getLogger("tinyllm")
 
@@ -79,6 +79,10 @@ class HTTPRolloutClient:
         self.servers, self.max_concurrent, self.patience = servers, max_concurrent, patience or Patience()
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.accounting = Accounting()
+        self.run: Callable[[Callable[[Http], Coroutine[Any, Any, Any]]], Any] = run
+        """Runs the requests of a call; a pool puts its own event loop here."""
+        self.max_lag = 0
+        """More than 0: an update may come while a completion is sampled."""
         self._name = uuid.uuid4().hex[:8]
         self._calls = 0
 
@@ -148,16 +152,36 @@ class HTTPRolloutClient:
         Raises EngineError before any work for what no server can give, and when no server is left.
         """
         self.require(prompts, params)
-        self._calls += 1
-        wanted = [self._want(prompt, params, sample) for prompt in prompts for sample in range(params.n)]
-        done: dict[int, Completion] = {}
-        self.accounting.requested += len(wanted)
-        call = _Call(self, params, done)
+        wanted, done, call = self._begin(prompts, params)
         try:
-            run(lambda http: call.whole(http, wanted))
+            self.run(lambda http: call.whole(http, wanted))
         finally:
             self._settle(wanted, done)
         return [done[index] for index in range(len(wanted))]
+
+    async def sample_within(
+        self, http: Http, slots: asyncio.Semaphore, prompt: Prompt, params: SamplingParams
+    ) -> list[Completion]:
+        """The same for one prompt, in an event loop that has other calls under way; slots bounds the requests of all.
+
+        With max_lag, tokens may be of several revisions that the server has confirmed.
+        """
+        self.servers.enter_loop()
+        wanted, done, call = self._begin([prompt], params)
+        try:
+            await together([call.one(http, slots, index, want) for index, want in enumerate(wanted)])
+        finally:
+            self._settle(wanted, done)
+        return [done[index] for index in range(len(wanted))]
+
+    def _begin(
+        self, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> tuple[list[_Wanted], dict[int, Completion], _Call]:
+        self._calls += 1
+        wanted = [self._want(prompt, params, sample) for prompt in prompts for sample in range(params.n)]
+        self.accounting.requested += len(wanted)
+        done: dict[int, Completion] = {}
+        return wanted, done, _Call(self, params, done)
 
     def _want(self, prompt: Prompt, params: SamplingParams, sample: int) -> _Wanted:
         key = seed_key(params.seed, params.step, prompt.id, prompt.draw, sample)
@@ -184,16 +208,15 @@ class _Call:
         self.client, self.params, self.done = client, params, done
         self.sent_by: dict[int, Server] = {}
 
+    async def one(self, http: Http, slots: asyncio.Semaphore, index: int, want: _Wanted) -> None:
+        async with slots:  # the deadline begins when its turn has come
+            self.done[index] = await self._complete(http, index, want)
+
     async def whole(self, http: Http, wanted: Sequence[_Wanted]) -> None:
         client = self.client
-        client.servers.forget_loop()
+        client.servers.enter_loop()
         slots = asyncio.Semaphore(client.max_concurrent)
-
-        async def one(index: int, want: _Wanted) -> None:
-            async with slots:  # the deadline begins when its turn has come
-                self.done[index] = await self._complete(http, index, want)
-
-        await together([one(index, want) for index, want in enumerate(wanted)])
+        await together([self.one(http, slots, index, want) for index, want in enumerate(wanted)])
         await self._require_same_weights(http, wanted)
 
     async def _complete(self, http: Http, index: int, want: _Wanted) -> Completion:
@@ -205,10 +228,15 @@ class _Call:
             ask = Ask(
                 f"{want.name}.{number}", server.model, want.prompt.token_ids, want.key, self.params, server.facts.seeds
             )
+            sent_under = server.revision
             answer = await exchange(http, server, ask, seconds, client.accounting)
             self.sent_by[index] = server
             answer = require_sound(answer, ask, client.vocab_size)
-            return self._accept(want, answer, revision_of(answer, server))
+            if client.max_lag == 0:
+                return self._accept(want, answer, revision_of(answer, server))
+            await server.settled()
+            spans = spans_of(answer, server, sent_under)
+            return self._accept(want, answer, spans[0].revision, spans if len(spans) > 1 else ())
 
         try:
             return await persist(client.patience, attempt)
@@ -217,7 +245,9 @@ class _Call:
             client.accounting.failed[error.kind] += 1
             return _failed(want, f"{error}{where}")
 
-    def _accept(self, want: _Wanted, answer: Answer, revision: Revision) -> Completion:
+    def _accept(
+        self, want: _Wanted, answer: Answer, revision: Revision, spans: tuple[RevisionSpan, ...] = ()
+    ) -> Completion:
         ids = tuple(answer.token_ids)
         text = answer.text
         if self.client.tokenizer is not None:
@@ -232,6 +262,7 @@ class _Call:
             seed_key=want.key,
             revision=revision,
             text=text,
+            spans=spans,
         )
 
     async def _require_same_weights(self, http: Http, wanted: Sequence[_Wanted]) -> None:
@@ -290,6 +321,30 @@ def revision_of(answer: Answer, server: Server) -> Revision:
         raise Bad("unconfirmed revision", f"sampled by {versions[0]!r}, published was {server.label!r}")
     assert server.revision is not None
     return server.revision
+
+
+def spans_of(answer: Answer, server: Server, sent_under: Revision | None) -> tuple[RevisionSpan, ...]:
+    """Which revisions drew these tokens, each confirmed by the server. Raises Bad for one that is not, and for gaps.
+
+    sent_under: the server's when the request was sent; a server whose answers name none goes on with these weights.
+    """
+    count = len(answer.token_ids)
+    if answer.spans is None:
+        return (RevisionSpan(sent_under or Revision(-1, ""), 0, count),)
+    found: list[RevisionSpan] = []
+    for version, start, end in answer.spans:
+        revision = server.confirmed.get(version)
+        if revision is None:
+            raise Bad("unconfirmed revision", f"sampled by {version!r}, published was {server.label!r}")
+        if start != (found[-1].end if found else 0) or end <= start:
+            raise Bad("mixed revisions", f"tokens {start} to {end} are said to be of {version!r}, after {found}")
+        if found and found[-1].revision == revision:
+            found[-1] = RevisionSpan(revision, found[-1].start, end)
+        else:
+            found.append(RevisionSpan(revision, start, end))
+    if not found or found[-1].end != count:
+        raise Bad("mixed revisions", f"revisions of {found[-1].end if found else 0} of {count} tokens were said")
+    return tuple(found)
 
 
 def parse_label(label: str) -> Revision:

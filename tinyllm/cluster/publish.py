@@ -126,6 +126,8 @@ class Publisher:
     ) -> None:
         self.servers, self.way, self.folder, self.canary = servers, way, folder, canary
         self.patience = patience or Patience()
+        self.run: Callable[[Callable[[Http], Coroutine[Any, Any, Any]]], Any] = run
+        """Runs what talks to the servers; a pool puts its own event loop here, where its requests are under way."""
         self.gaps: dict[str, float] = {}
         """By server: the canary's difference after the last update, in nats."""
         self._published: list[Publication] = []
@@ -143,16 +145,20 @@ class Publisher:
                 recover_folders(self.folder)
                 self._leftover = [path for path in self.folder.glob("v*-*") if path != publication.path]
         self.way.write(publication, policy)
-        sung = run(lambda http: self._give(http, publication))
-        for server, answer in sung:
-            self._judge(server, answer, publication)
+        try:
+            sung = self.run(lambda http: self._give(http, publication))
+            for server, answer in sung:
+                self._judge(server, answer, publication)
+        finally:
+            for server in self.servers.all:
+                server.updating = False
         self.servers.require_live()
         if publication not in self._published:
             self._published.append(publication)
         self._tidy()
 
     async def _give(self, http: Http, publication: Publication) -> list[tuple[Server, Sung | None]]:
-        self.servers.forget_loop()
+        self.servers.enter_loop()
         answers = await together([self._give_one(http, server, publication) for server in self.servers.all])
         return [answer for answer in answers if answer is not None]
 
@@ -164,6 +170,7 @@ class Publisher:
             return None
         before = (server.label, server.revision, server.model)
         admin = Admin(http, server, self.patience)
+        server.updating = True
         try:
             await self.way.update(admin, publication)
             await self.way.read_back(admin, publication)
@@ -195,7 +202,7 @@ class Publisher:
         kept = self.way.kept
         if len(self._published) > kept:
             old = self._published[-kept - 1]
-            run(lambda http: self._forget(http, old))
+            self.run(lambda http: self._forget(http, old))
         while len(self._published) > kept + 1:
             shutil.rmtree(self._published.pop(0).path, ignore_errors=True)
         if len(self._published) > 1:

@@ -9,6 +9,8 @@ from typing import Any
 from tinyllm.cluster.canary import TOLERANCES, Canary, Score
 from tinyllm.cluster.client import HTTPRolloutClient
 from tinyllm.cluster.http import Patience
+from tinyllm.cluster.pool.served_workers import Loop, ServedWorker
+from tinyllm.cluster.pool.workers import Staff
 from tinyllm.cluster.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, Way
 from tinyllm.config import EngineConfig
 from tinyllm.engine.head import Policy
@@ -41,6 +43,7 @@ class ServedEngine:
         folder: Path | None = None,
     ) -> None:
         self.policy = policy
+        self.loop: Loop | None = None
         self.client = HTTPRolloutClient.connect(
             config.urls,
             config.model,
@@ -73,6 +76,23 @@ class ServedEngine:
         if name == "lora" and not self.adapters:
             raise EngineError(f"{kinds[0]} takes new weights as LoRA adapters; set lora.rank (for example to 16)")
         return way()
+
+    def staff(self, groups: int, max_lag: int) -> Staff:
+        """The servers as the engines of a pool, at most so many groups at a time. Raises EngineError."""
+        kind = self.client.servers.all[0].facts.server
+        if max_lag and kind == "sglang":
+            raise EngineError("SGLang cuts off what it samples at an update; set pool.max_lag to 0")
+        loop = self.loop = Loop()
+        self.client.max_lag = max_lag
+        self.client.run = self.publisher.run = loop.run
+        if isinstance(self.publisher.way, VLLMLora):  # a request keeps the adapter it was sent with
+            self.publisher.way.kept = max(self.publisher.way.kept, max_lag + 2)
+        return Staff("servers", 1, lambda: ServedWorker(self.client, loop), groups)
+
+    def close(self) -> None:
+        """Ends what `staff` began."""
+        if self.loop is not None:
+            self.loop.close()
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """params.n completions of every prompt, prompt after prompt; see HTTPRolloutClient."""

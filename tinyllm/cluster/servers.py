@@ -17,6 +17,9 @@ from tinyllm.records import Revision
 
 log = logging.getLogger("tinyllm")
 
+_REMEMBERED = 64
+"""Versions that a server is remembered to have run; more than the lag of any request."""
+_LOOK_S = 0.02
 _CHECKED_S = 0.5
 """How long a server that says it works is believed; many requests fail at once."""
 
@@ -43,6 +46,10 @@ class Server:
     revision: Revision | None = None
     read_label: Callable[[Http], Awaitable[str | None]] | None = None
     """Asks the server for its weight version; set where its answers do not carry one."""
+    confirmed: dict[str, Revision] = field(default_factory=dict)
+    """Every version it was seen to run, the newest last: a request may begin under one and end under another."""
+    updating: bool = False
+    """Whether an update is under way, of which it is not known yet whether the server took it."""
     fenced: str | None = None
     """Why it gets no requests; None when it does."""
     outstanding: int = 0
@@ -68,6 +75,14 @@ class Server:
         if self.fenced is not None:
             log.warning("%s gets requests again: it runs revision %s", self.url, revision)
         self.revision, self.label, self.fenced = revision, label, None
+        self.confirmed[label] = revision
+        for old in list(self.confirmed)[:-_REMEMBERED]:
+            del self.confirmed[old]
+
+    async def settled(self) -> None:
+        """Until no update is under way."""
+        while self.updating:
+            await asyncio.sleep(_LOOK_S)
 
     async def suspect(self, http: Http, error: Failed) -> None:
         """After a failure that a dead server would give: fence it off when it does not say that it works."""
@@ -90,6 +105,7 @@ class Servers:
     def __init__(self, servers: Sequence[Server]) -> None:
         assert servers
         self.all = list(servers)
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def live(self) -> list[Server]:
@@ -107,7 +123,11 @@ class Servers:
         live = self.require_live()
         return min(live, key=lambda server: (server is avoid and len(live) > 1, server.outstanding))
 
-    def forget_loop(self) -> None:
-        """A new event loop: locks of the last one are of no use, and nothing is under way."""
+    def enter_loop(self) -> None:
+        """In a new event loop the locks of the last one are of no use, and nothing is under way."""
+        loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return
+        self._loop = loop
         for server in self.all:
             server.checking, server.outstanding = None, 0

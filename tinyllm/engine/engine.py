@@ -7,7 +7,7 @@ completions = engine.sample(prompts, SamplingParams(max_new_tokens=24, n=8))
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,23 +55,11 @@ class Engine:
         )  # fmt: skip
         done: dict[tuple[int, int], Completion] = {}
 
-        def finish(index: int, keys: Sequence[int], s: Sampled) -> None:
-            prompt = prompts[index]
-            done[index, s.sample] = Completion(
-                prompt_id=prompt.id,
-                draw=prompt.draw,
-                sample=s.sample,
-                token_ids=s.token_ids,
-                logprobs=s.logprobs,
-                finish_reason=s.finish_reason,  # type: ignore[arg-type]
-                seed_key=keys[s.sample],
-                revision=self.revision,
-                text=s.text,
-            )
+        def finish(index: int, completion: Completion) -> None:
+            done[index, completion.sample] = completion
 
         for index, prompt in enumerate(prompts):
-            keys = [seed_key(params.seed, params.step, prompt.id, prompt.draw, s) for s in range(params.n)]
-            scheduler.submit(Job(str(index), prompt.token_ids, params, tuple(keys), partial(finish, index, keys)))
+            scheduler.submit(job_of(str(index), prompt, params, range(params.n), partial(finish, index)))
         while scheduler.step():
             pass
         return [done[i, s] for i in range(len(prompts)) for s in range(params.n)]
@@ -99,3 +87,28 @@ class Engine:
                     f"sampling.cache_tokens is {self.cache_tokens}; raise it, or lower max_new_tokens"
                 )
         return want, own, pool * min(want, len(prompts))
+
+
+def job_of(
+    name: str, prompt: Prompt, params: SamplingParams, samples: Sequence[int], on_finish: Callable[[Completion], None]
+) -> Job:
+    """A job for the scheduler that draws these samples of a prompt and hands each on as a completion."""
+    keys = tuple(seed_key(params.seed, params.step, prompt.id, prompt.draw, sample) for sample in samples)
+
+    def finish(s: Sampled) -> None:
+        on_finish(
+            Completion(
+                prompt_id=prompt.id,
+                draw=prompt.draw,
+                sample=samples[s.sample],
+                token_ids=s.token_ids,
+                logprobs=s.logprobs,
+                finish_reason=s.finish_reason,  # type: ignore[arg-type]
+                seed_key=keys[s.sample],
+                revision=s.spans[0].revision,
+                text=s.text,
+                spans=s.spans if len(s.spans) > 1 else (),
+            )
+        )
+
+    return Job(name, prompt.token_ids, params, keys, finish)

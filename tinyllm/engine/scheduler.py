@@ -26,18 +26,9 @@ from tinyllm.engine.head import Policy
 from tinyllm.engine.kv_cache import CacheShape, DecodePaths, KVCache
 from tinyllm.engine.packing import BLOCK, ROWS, Trie, pack, round_up
 from tinyllm.engine.sampling import draw, greedy, normalize, restrict, scale_logits, uniform
-from tinyllm.records import Revision, SamplingParams
+from tinyllm.records import Revision, RevisionSpan, SamplingParams
 
 _PREFILL_NODES = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens [start, end) of a completion that were sampled from the weights of one revision."""
-
-    revision: Revision
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ class Sampled:
     """stop or length."""
     text: str
     """Decoded, without special tokens, cut before the first stop string."""
-    spans: tuple[Span, ...]
+    spans: tuple[RevisionSpan, ...]
 
 
 OnToken = Callable[[int, int, float, list[tuple[int, float]]], None]
@@ -356,7 +347,7 @@ class Scheduler:
         if text is None:
             text = self.tokenizer.decode(branch.tokens, skip_special_tokens=True)
         ends = [*(start for _, start in branch.revisions[1:]), len(branch.tokens)]
-        spans = tuple(Span(r, start, end) for (r, start), end in zip(branch.revisions, ends, strict=True))
+        spans = tuple(RevisionSpan(r, start, end) for (r, start), end in zip(branch.revisions, ends, strict=True))
         for member in branch.members:
             job.on_finish(Sampled(member, tuple(branch.tokens), tuple(branch.logprobs), reason, text, spans))
         return True

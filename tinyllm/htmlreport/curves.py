@@ -47,7 +47,7 @@ CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 FROM_ZERO = ("share", "tokens", "nats", "seconds")
 NOT_DRAWN = {"step", "updates", "denominator", "groups_drawn", "groups_trained", "unscored", "prompts", "correct"}
 NOT_DRAWN |= {"reward_mean", "reward_std", "accuracy", "loss_low", "loss_high", "kl_low", "kl_high"}
-HOPS = ("sample", "verify", "record", "update", "publish")
+HOPS = ("sample", "verify", "wait", "record", "update", "publish")
 
 
 def charts(runs: Sequence[RunDir], rollouts: Sequence[Rollouts | None]) -> list[Chart]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tinyllm.htmlreport.columns import FINISH, Rollouts
 from tinyllm.htmlreport.curves import Chart, score
+from tinyllm.ledger import Selection, selection
 from tinyllm.rundir import RunDir
 
 CHARTS = (
@@ -29,7 +30,7 @@ def findings(run: RunDir, rollouts: Rollouts | None) -> list[Finding]:
     """Every finding, the worst first; a check whose numbers were not recorded says nothing."""
     train, evals = run.metrics("train"), run.metrics("eval")
     found = [finding for check in CHECKS for finding in check(train)]
-    found += [*_held_out(evals), *_unscored(train, rollouts), *_limit(run, train), *_failed(rollouts)]
+    found += [*_held_out(evals), *_unscored(train, rollouts), *_limit(run, train), *_failed(rollouts), *_selected(run)]
     return sorted(found, key=lambda finding: ("bad", "warn", "ok").index(finding["level"]))
 
 
@@ -42,6 +43,32 @@ def unscored_reasons(train: Rows) -> list[list[Any]]:
             counts[reason] += count
             steps.setdefault(reason, []).append(row["step"])
     return [[reason, count, steps[reason][0], steps[reason][-1]] for reason, count in counts.most_common()]
+
+
+def selected(run: RunDir) -> Selection | None:
+    """Who was asked for and who was trained on, where the run had a pool."""
+    lines = run.ledger()
+    trained = [row["step"] for row in run.metrics("train")]
+    return selection(lines, max(trained)) if lines and trained else None
+
+
+def selection_rows(found: Selection) -> list[list[Any]]:
+    """A row per quarter of the groups: by what, from, to, and counts of completions."""
+    return [
+        [q.axis, f"{q.low:.3g}", f"{q.high:.3g}", q.requested, q.finished, q.trained, q.dropped]
+        for q in found.quartiles
+    ]
+
+
+def _selected(run: RunDir) -> Iterator[Finding]:
+    found = selected(run)
+    if found is None:
+        return
+    if found.warnings:
+        text = f"{'; '.join(found.warnings)}."
+        yield _finding("bad" if len(found.warnings) > 1 else "warn", text[0].upper() + text[1:])
+    else:
+        yield _finding("ok", f"{found.trained:,} of {found.requested:,} completions asked of the pool were trained on.")
 
 
 def _finding(level: str, text: str, **rows: Any) -> Finding:

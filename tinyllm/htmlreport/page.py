@@ -27,7 +27,7 @@ from tinyllm.htmlreport.columns import (
 from tinyllm.htmlreport.compare import comparison
 from tinyllm.htmlreport.curves import charts as curves
 from tinyllm.htmlreport.curves import score
-from tinyllm.htmlreport.health import findings, health_charts, unscored_reasons
+from tinyllm.htmlreport.health import findings, health_charts, selected, selection_rows, unscored_reasons
 from tinyllm.htmlreport.sections import (
     Block,
     Section,
@@ -264,6 +264,10 @@ def _health(run: RunDir, columns: Rollouts | None, drawn: Sequence[dict[str, Any
     blocks = [notes(found) if found else text("Nothing was recorded that tells of the run's health.")]
     if reasons := unscored_reasons(run.metrics("train")):
         blocks += [heading("Unscored completions"), table(["reason", "count", "first step", "last step"], reasons)]
+    if selection := selected(run):
+        head = ["by", "from", "to", "requested", "finished", "trained", "dropped"]
+        note = "Completions, by quarters of the groups: what was asked of the pool, and what became of it."
+        blocks += [heading("Selection", note), table(head, selection_rows(selection))]
     return [*blocks, charts(drawn)] if drawn else blocks
 
 

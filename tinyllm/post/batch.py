@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tinyllm.config import GRPOConfig
 from tinyllm.engine.packing import Trie
 from tinyllm.post.grpo import PRESETS, group_advantages, step_denominator
-from tinyllm.records import Group, Rollout
+from tinyllm.records import Group, Revision, Rollout
 
 _V = TypeVar("_V")
 
@@ -92,10 +92,18 @@ class Batch:
     denominator: float
     microbatches: tuple[tuple[int, ...], ...]
     """Row numbers of each forward and backward pass; rows without a gradient are in none."""
+    revision: Revision | None = None
+    """Of the weights that are trained on it; None: those that drew it, whichever they are."""
 
     @property
     def has_signal(self) -> bool:
         return bool(self.microbatches)
+
+    def current_tokens(self, row: int) -> Tensor:
+        """Which tokens of a row were drawn from the weights that are trained on it: [T] bool."""
+        spans = self.rollouts[row].completion.all_spans
+        current = [self.revision in (None, span.revision) for span in spans]
+        return torch.tensor(current).repeat_interleave(torch.tensor([span.end - span.start for span in spans]))
 
 
 def has_signal(group: Group, rules: Rules) -> bool:

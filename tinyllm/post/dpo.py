@@ -106,6 +106,10 @@ class DPOObjective:
             microbatches=cut(prompts, rollouts, [(2 * i, 2 * i + 1) for i in range(len(groups))], self.budget),
         )
 
+    def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
+        """The loss does not read them."""
+        return first
+
     def loss(
         self, batch: Batch, rows: Sequence[int], logp: Sequence[Tensor], old: Any, reference: Sequence[Tensor] | None
     ) -> tuple[Tensor, DPOStats]:

@@ -37,7 +37,9 @@ class ExampleSource:
 
     def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
         for step in range(self.after + 1, self.train.steps + 1):
-            yield step, self.data.of(self.order.take(self.train.batch_size, {}))
+            rows = self.order.take(self.train.batch_size, {})
+            self.order.trained += len(rows)
+            yield step, self.data.of(rows)
 
 
 class ExampleParts(Parts):

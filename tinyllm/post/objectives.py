@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from tinyllm.post.batch import Batch, Rules, make_batch, objective_axes, padded
 from tinyllm.post.dpo import DPOObjective
 from tinyllm.post.grpo import ObjectiveStats, clipped_objective
 from tinyllm.post.sft import SFTObjective
-from tinyllm.records import Group
+from tinyllm.records import Completion, Group
 
 
 class Objective(Protocol):
@@ -37,6 +38,10 @@ class Objective(Protocol):
         """Rows, advantages, denominator, micro-batches."""
         ...
 
+    def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
+        """Log-probabilities of a row under the policy that drew it; first: the trainer's, of the batch's first pass."""
+        ...
+
     def loss(
         self,
         batch: Batch,
@@ -47,7 +52,7 @@ class Objective(Protocol):
     ) -> tuple[Tensor, Any]:
         """(share of the step's loss, statistics) of a micro-batch: one tensor per row, [completion length] each.
 
-        logp is differentiable; old is that of the batch's first pass, reference that of the reference policy.
+        logp is differentiable; old is what `old` gave, reference that of the reference policy.
         """
         ...
 
@@ -77,6 +82,13 @@ class GRPOObjective:
     def batch(self, groups: Sequence[Group]) -> Batch:
         return make_batch(groups, self.rules)
 
+    def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
+        """The first pass's for tokens of the weights that are trained; of older weights those recorded at sampling."""
+        current = batch.current_tokens(row).to(first.device)
+        if current.all():
+            return first
+        return torch.where(current, first, _recorded(batch.rollouts[row].completion, first.device))
+
     def loss(
         self,
         batch: Batch,
@@ -87,10 +99,8 @@ class GRPOObjective:
     ) -> tuple[Tensor, ObjectiveStats]:
         values, mask = padded(logp)
         device = values.device
-        sampler = [
-            torch.tensor(batch.rollouts[row].completion.logprobs, dtype=torch.float32, device=device) for row in rows
-        ]
-        return clipped_objective(
+        sampler = [_recorded(batch.rollouts[row].completion, device) for row in rows]
+        loss, stats = clipped_objective(
             values,
             padded(old)[0],
             batch.advantages[list(rows)].to(device, torch.float32),
@@ -100,6 +110,8 @@ class GRPOObjective:
             denominator=batch.denominator,
             **self.axes,
         )
+        older = sum(int((~batch.current_tokens(row)).sum()) for row in rows)
+        return loss, _without_older(stats, older)
 
     def metrics(
         self, groups: Sequence[Group], batch: Batch, stats: ObjectiveStats, logged: Mapping[str, float]
@@ -107,6 +119,7 @@ class GRPOObjective:
         live = stats.tokens > 0
         return {
             **_reward_metrics(groups, batch, logged),
+            **_lag_metrics(batch),
             "kl": stats.kl,
             "clip_fraction_low": stats.clip_fraction_low if live else None,
             "clip_fraction_high": stats.clip_fraction_high if live else None,
@@ -114,9 +127,38 @@ class GRPOObjective:
             "ratio_max": stats.ratio_max if live else None,
             "sampler_equal": stats.sampler_equal_share,
             "sampler_gap": stats.sampler_gap,
-            "sampler_gap_max": stats.gap_max if live else None,
+            "sampler_gap_max": stats.gap_max if stats.gap_tokens else None,
             "sampler_kl": stats.sampler_kl,
         }
+
+
+def _recorded(completion: Completion, device: torch.device) -> Tensor:
+    """What the sampler recorded, [T] fp32: the same bits that it computed."""
+    return torch.tensor(completion.logprobs, dtype=torch.float32, device=device)
+
+
+def _without_older(stats: ObjectiveStats, older: int) -> ObjectiveStats:
+    """The sampler gap is that of the weights which are trained: for older tokens both sides are the record, gap 0."""
+    if not older:
+        return stats
+    share = (stats.gap_tokens - older) / stats.gap_tokens
+    return replace(
+        stats,
+        gap_tokens=stats.gap_tokens - older,
+        gap_equal=stats.gap_equal - older,
+        weight_sum=stats.weight_sum * share,
+    )
+
+
+def _lag_metrics(batch: Batch) -> dict[str, Any]:
+    """How many optimizer steps older than the trained weights those were that drew the tokens: mean and largest."""
+    spans = [span for r in batch.rollouts for span in r.completion.all_spans if span.end > span.start]
+    if batch.revision is None or not spans:
+        return {"lag_mean": None, "lag_max": None}
+    lags = [batch.revision.step - span.revision.step for span in spans]
+    sizes = [span.end - span.start for span in spans]
+    total = sum(lag * size for lag, size in zip(lags, sizes, strict=True))
+    return {"lag_mean": total / sum(sizes), "lag_max": max(lags)}
 
 
 def _reward_metrics(groups: Sequence[Group], batch: Batch, logged: Mapping[str, float]) -> dict[str, Any]:

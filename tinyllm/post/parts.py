@@ -24,7 +24,7 @@ from tinyllm.configio import to_dict
 from tinyllm.engine.head import Policy
 from tinyllm.engine.probe import probe
 from tinyllm.errors import ConfigError, RunError, TrainingStopped
-from tinyllm.hashing import hash_bytes, hash_json, hash_tensors
+from tinyllm.hashing import hash_bytes
 from tinyllm.manifest import build_manifest
 from tinyllm.memory import keep_freed_memory, memory_estimate, require_memory
 from tinyllm.post.objectives import objective_of
@@ -197,14 +197,12 @@ class Parts(ABC):
                 )
 
     def weights_hash(self) -> str:
-        if self.config.lora.rank:
-            trained = hash_tensors({n: p.detach() for n, p in self.optimizer.parameters.items()})
-            return hash_json([self.start_hash, trained])
-        return models.content_hash(self.policy.model)
+        return models.weights_hash(self.policy.model, self.start_hash)
 
     def train(self, run: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
         config = self.config
-        self.publish(Revision(progress.step, self.weights_hash()))
+        revision = Revision(progress.step, self.weights_hash())
+        self.publish(revision)
         seed = config.seed if config.data.seed is None else config.data.seed
         order = PromptOrder(self.data.train, seed, progress.position)
         with _stop_signals(lambda: self.phase("stopping after this step")) as stop_requested:
@@ -215,12 +213,13 @@ class Parts(ABC):
                 updater=self.updater,
                 weights_hash=self.weights_hash,
                 reference_hash=self.reference_hash,
+                revision=revision,
                 evaluate=self.evaluator(),
                 keep_best=lambda step: models.save_model(self.policy.model, self.tokenizer, run.path / "best"),
                 callbacks=self.callbacks,
                 progress=progress,
                 recorded=frozenset(recorded),
-                position=lambda: order.position,
+                position=lambda: order.trained,
                 stop_requested=stop_requested,
             )
             facts = {name: fact for name, fact in self.manifest()["facts"].items() if name != "verifier"}

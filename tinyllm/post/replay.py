@@ -19,8 +19,9 @@ import torch
 
 from tinyllm import models
 from tinyllm.callbacks import Callback
-from tinyllm.config import Config, EngineConfig, GRPOConfig
+from tinyllm.config import Config, EngineConfig, GRPOConfig, PoolConfig
 from tinyllm.configio import overlay
+from tinyllm.engine.engine import Engine
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.files import json_text, write_atomic
 from tinyllm.hashing import hash_tensor, hash_tensors
@@ -29,6 +30,7 @@ from tinyllm.post.batch import Batch
 from tinyllm.post.grpo import PRESETS
 from tinyllm.post.optimizer import learning_rate
 from tinyllm.post.parts import Parts
+from tinyllm.post.resample import Versions, resample
 from tinyllm.post.run import GRPOParts, make_parts
 from tinyllm.post.trainer import derived_columns, hash_verdicts, step_metrics
 from tinyllm.post.update import UpdateResult
@@ -125,8 +127,11 @@ def _range(run: RunDir, steps: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _here(run: RunDir, config: Config, sample: bool) -> Config:
-    """Without servers: what tinyllm's own have sampled, the embedded engine samples again bit for bit."""
-    if not isinstance(config, GRPOConfig) or not config.engine.urls:
+    """Without servers or a pool: what they have sampled, the embedded engine samples again bit for bit."""
+    if not isinstance(config, GRPOConfig):
+        return config
+    config = replace(config, pool=PoolConfig())
+    if not config.engine.urls:
         return config
     others = {facts["server"] for facts in run.manifest["facts"].get("engine", ())} - {"tinyllm"}
     if sample and others:
@@ -158,11 +163,13 @@ class _Player:
         self.metrics = {row["step"]: row for row in run.metrics("train")}
         self.checkpoints = set(run.checkpoints.steps())
         self.lines: list[dict[str, Any]] = []
+        self.lag = run.config.pool.max_lag if sample else 0
+        self.versions = Versions(parts.optimizer.parameters, self.lag + 1)
 
     def start(self, first: int, last: int) -> Iterator[int]:
         """The steps to replay, once the weights are those before the first of them."""
         begin = 0
-        for step in sorted((s for s in self.checkpoints if s < first), reverse=True):
+        for step in sorted((s for s in self.checkpoints if s < first - self.lag), reverse=True):
             try:
                 _, tensors, _ = self.run.load_checkpoint(step)
             except RunError:
@@ -170,7 +177,7 @@ class _Player:
             self.parts.optimizer.load(tensors)
             begin = step
             break
-        self.parts.publish(Revision(begin, self.parts.weights_hash()))
+        self._publish(Revision(begin, self.parts.weights_hash()))
         for step in range(begin + 1, first):
             self._train(step, self._groups(step))
         yield from range(first, last + 1)
@@ -205,20 +212,32 @@ class _Player:
         return learning_rate(self.parts.config.optimizer, step, self.parts.config.train.steps)
 
     def _train(self, step: int, groups: Sequence[Group]) -> tuple[Batch, UpdateResult, Revision]:
-        batch = self.objective.batch(groups)
+        batch = replace(self.objective.batch(groups), revision=self._recorded(step - 1))
         result = self.parts.updater(batch, self._lr(step))
-        revision = Revision(step, self.parts.weights_hash())
+        self._publish(Revision(step, self.parts.weights_hash()))
+        return batch, result, self.revision
+
+    def _publish(self, revision: Revision) -> None:
+        self.revision = revision
+        if self.sample:
+            self.versions.keep(revision.step)
         self.parts.publish(revision)
-        return batch, result, revision
+
+    def _recorded(self, step: int) -> Revision:
+        """What the run called the weights after a step: here they may differ, by another processor or a "what if"."""
+        return Revision(step, self.metrics[step]["hashes"]["weights"]) if step in self.metrics else self.revision
 
     # -- hops -----------------------------------------------------------------------------------------------------
 
     def _sampled(self, step: int, groups: Sequence[Group]) -> Divergence | None:
         assert isinstance(self.parts, GRPOParts)
-        params = replace(self.parts.params, step=step)
-        again = self.parts.engine.sample([g.prompt for g in groups], params)
-        for (group, rollout), new in zip(_rows(groups), again, strict=True):
+        assert isinstance(self.parts.engine, Engine)
+        again = resample(self.parts.engine, self.versions, groups, replace(self.parts.params, step=step))
+        for group, rollout in _rows(groups):
             old = rollout.completion
+            if not old.token_ids:  # it failed, and has nothing to be drawn again
+                continue
+            new = again[group.id, old.sample]
             for i, pair in enumerate(zip(old.token_ids, new.token_ids, strict=False)):
                 if pair[0] != pair[1]:
                     return Divergence(step, "sample", f"{_name(group, rollout)}, token {i}", *pair)
@@ -280,8 +299,9 @@ class _Player:
         if row.get("sampler_equal") == 1.0:  # then the record holds the trainer's own numbers, token by token
             for index, logp in sorted(result.logprobs.items()):
                 rollout = batch.rollouts[index]
+                current = batch.current_tokens(index).tolist()
                 for i, (was, now) in enumerate(zip(rollout.completion.logprobs, logp.tolist(), strict=True)):
-                    if was != now:
+                    if was != now and current[i]:
                         name = (
                             f"row {index} (prompt {rollout.completion.prompt_id}, sample {rollout.completion.sample})"
                         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,15 +12,19 @@ from typing import Any
 
 from tinyllm import models, rewards, tasks
 from tinyllm.callbacks import Callback, RunResult
+from tinyllm.cluster.pool.ray_workers import require_ray
 from tinyllm.cluster.served import ServedEngine
 from tinyllm.config import Config, GRPOConfig
 from tinyllm.configio import make_config
 from tinyllm.engine.engine import Engine
 from tinyllm.errors import ConfigError, DataError, RunError
 from tinyllm.hashing import hash_bytes, hash_file, hash_json
+from tinyllm.post.batch import Rules
 from tinyllm.post.evaluation import evaluator
 from tinyllm.post.examples import ExampleParts
+from tinyllm.post.judging import OneAtATime
 from tinyllm.post.parts import Parts
+from tinyllm.post.pooled import Pool, PoolSource, is_pooled
 from tinyllm.post.source import InlineSource, PromptOrder, Source
 from tinyllm.post.trainer import Evaluate, Progress
 from tinyllm.post.update import model_scorer
@@ -95,7 +100,11 @@ class GRPOParts(Parts):
         probe_before_training(self.judged, self.data, self.judged.allow_probes)
         self.verify = rewards.make_verify(self.judged, self.data, self.tokenizer)
 
+    pool: Pool | None = None
+
     def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
         self.verify.close()
 
     def longest(self) -> int:
@@ -117,6 +126,10 @@ class GRPOParts(Parts):
         )
         prompts = [*self.data.train, *self.data.held_out]
         self.engine = self._served(prompts) if config.engine.urls else self._embedded(prompts)
+        if is_pooled(config):
+            self.phase("starting the pool")
+            self.verify = OneAtATime(self.verify)
+            self.pool = Pool(config, self.engine, self.verify, self.judged, self.data, prompts, self.params)
 
     def _embedded(self, prompts: Sequence[Prompt]) -> Engine:
         s = self.config.sampling
@@ -164,10 +177,26 @@ class GRPOParts(Parts):
 
     def source(self, run: RunDir, order: PromptOrder, recorded: Sequence[int], after: int) -> Source:
         first = after + 1 + len(recorded)
-        inline = InlineSource(
-            self.engine, order, self.params, self.verify, self.config, first_step=first, on_phase=self.phase
-        )
-        return _Resumed(run, order, recorded, inline)
+        self._take_recorded(run, order, recorded, after)
+        further: InlineSource | PoolSource
+        if self.pool is None:
+            further = InlineSource(
+                self.engine, order, self.params, self.verify, self.config, first_step=first, on_phase=self.phase
+            )
+        else:
+            further = PoolSource(
+                run, self.pool, order, self.params, self.config,
+                first_step=first, revision=Revision(after, self.weights_hash()), on_phase=self.phase,
+            )  # fmt: skip
+        return _Resumed(run, order, recorded, further)
+
+    def _take_recorded(self, run: RunDir, order: PromptOrder, recorded: Sequence[int], after: int) -> None:
+        """Moves the order on past what the record has: with refills and a lag there are gaps, so all steps count."""
+        gaps = self.config.pool.max_lag and Rules.of(self.config).dynamic_sampling
+        if gaps:
+            order.position = 0
+        for step in (*(range(1, after + 1) if gaps else ()), *recorded):
+            order.take_recorded([group.prompt.id for group in run.read_groups(step)])
 
     def evaluator(self) -> Evaluate:
         prompts = self.data.held_out[: self.config.eval.prompts or None]
@@ -183,29 +212,35 @@ class _Resumed:
     run: RunDir
     order: PromptOrder
     recorded: Sequence[int]
-    inline: InlineSource
+    further: InlineSource | PoolSource
     logged: Logged = field(default_factory=Logged)
 
     @property
     def seconds(self) -> dict[str, float]:
-        return self.inline.seconds
+        return self.further.seconds
 
     def publish(self, revision: Revision) -> None:
-        self.inline.publish(revision)
+        self.further.publish(revision)
 
     def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
         for step in self.recorded:
             files = self.run.read_recorded(step)
             groups = [group for file in files for group in file.groups]
-            self.order.position += len(groups)
+            self.order.trained += len(groups)
             self.logged = Logged(metrics=dict(files[-1].logged))
             yield step, groups
-        for step, groups in self.inline:
-            self.logged = self.inline.logged
+        for step, groups in self.further:
+            self.logged = self.further.logged
             yield step, groups
 
 
 def _check(config: GRPOConfig) -> None:
+    if config.pool.engines or config.pool.verifiers:
+        require_ray()
+    if is_pooled(config) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "a pool serves one trainer process, and WORLD_SIZE is more than 1; leave --pool out, or torchrun"
+        )
     s = config.sampling
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if getattr(s, name) != off:

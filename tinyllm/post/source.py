@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tinyllm.config import GRPOConfig
+from tinyllm.config import GRPOConfig, TrainConfig
 from tinyllm.errors import TrainingStopped
 from tinyllm.post.batch import Rules, has_signal
 from tinyllm.post.grpo import collect_groups
@@ -39,27 +39,97 @@ class Source(Protocol):
 
 
 class PromptOrder:
-    """Prompts in a seeded order, a new permutation each epoch; `position` is all there is to save."""
+    """Prompts in a seeded order, a new permutation each epoch; each position of it is taken once."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, position: int = 0) -> None:
         assert prompts
-        self.prompts, self.seed, self.position = prompts, seed, position
-        self._epoch = -1
-        self._order: list[int] = []
+        self.prompts, self.seed = prompts, seed
+        self.position = position
+        """The first that is not taken."""
+        self.trained = position
+        """How many prompts were handed to training: all there is to save."""
+        self._ahead: set[int] = set()
+        """Taken positions beyond the first that is not."""
+        self._order: dict[int, list[int]] = {}
 
     def take(self, count: int, draws: dict[str, int]) -> list[Prompt]:
         """The next prompts; `draws` counts how often each row was drawn within the step."""
         taken = []
         for _ in range(count):
             epoch, index = divmod(self.position, len(self.prompts))
-            if epoch != self._epoch:
-                self._epoch, self._order = epoch, list(range(len(self.prompts)))
-                random.Random(f"{self.seed}:{epoch}").shuffle(self._order)
-            prompt = self.prompts[self._order[index]]
+            prompt = self.prompts[self._permutation(epoch)[index]]
             taken.append(replace(prompt, draw=draws.get(prompt.id, 0)))
             draws[prompt.id] = taken[-1].draw + 1
-            self.position += 1
+            self._mark(self.position)
         return taken
+
+    def take_recorded(self, ids: Sequence[str]) -> None:
+        """Prompts that the record has: each is the first position of its row that is not taken.
+
+        So the record alone tells which positions are, also where refills of a step came before its successor's prompts.
+        """
+        numbers = {prompt.id: number for number, prompt in enumerate(self.prompts)}
+        for name in ids:
+            epoch = self.position // len(self.prompts)
+            while True:
+                position = epoch * len(self.prompts) + self._permutation(epoch).index(numbers[name])
+                if position >= self.position and position not in self._ahead:
+                    break
+                epoch += 1
+            self._mark(position)
+
+    def _mark(self, position: int) -> None:
+        self._ahead.add(position)
+        while self.position in self._ahead:
+            self._ahead.remove(self.position)
+            self.position += 1
+
+    def _permutation(self, epoch: int) -> list[int]:
+        if epoch not in self._order:
+            for old in [e for e in self._order if e < self.position // len(self.prompts)]:
+                del self._order[old]
+            order = self._order[epoch] = list(range(len(self.prompts)))
+            random.Random(f"{self.seed}:{epoch}").shuffle(order)
+        return self._order[epoch]
+
+
+class Logbook:
+    """What reward functions log over the calls of one step: columns of all its groups, means of its numbers."""
+
+    def __init__(self) -> None:
+        self.logged = Logged()
+        self._kept = 0
+        self._numbers: dict[str, list[float]] = {}
+
+    def add(self, logged: Logged, judged: Sequence[Completion], groups: Sequence[Group]) -> None:
+        """Adds what one call logged for these groups; a rollout that was not judged has None."""
+        rows = {(c.prompt_id, c.draw, c.sample): row for row, c in enumerate(judged)}
+        places = [rows.get((c.prompt_id, c.draw, c.sample)) for c in (r.completion for g in groups for r in g.rollouts)]
+        for name in {**self.logged.extras, **logged.extras}:
+            values = logged.extras.get(name, [None] * len(judged))
+            earlier = self.logged.extras.get(name, [None] * self._kept)
+            self.logged.extras[name] = earlier + [None if place is None else values[place] for place in places]
+        self._kept += len(places)
+        for name, number in logged.metrics.items():
+            if not math.isfinite(number):  # not measured: it must neither erase the mean nor reach JSON
+                continue
+            self._numbers.setdefault(name, []).append(number)
+            self.logged.metrics[name] = sum(self._numbers[name]) / len(self._numbers[name])
+
+
+def missing_groups(groups: Sequence[Group], rules: Rules, train: TrainConfig) -> int:
+    """How many further groups a step with dynamic sampling needs."""
+    return max(0, train.prompts_per_step - sum(has_signal(g, rules) for g in groups))
+
+
+def require_signal(step: int, groups: Sequence[Group], rules: Rules, train: TrainConfig) -> None:
+    """Raises TrainingStopped when none of a step's groups, refills included, has something to learn from."""
+    if not any(has_signal(g, rules) for g in groups):
+        raise TrainingStopped(
+            f"step {step}: none of {len(groups)} groups in {train.max_refills + 1} draws has members with "
+            "different rewards, so there is nothing to learn from; use easier or harder prompts, more completions "
+            "per prompt (sampling.group_size), or train.dynamic_sampling = false"
+        )
 
 
 class InlineSource:
@@ -84,35 +154,34 @@ class InlineSource:
         self.train, self.rules = config.train, Rules.of(config)
         self.first_step, self.on_phase = first_step, on_phase
         self.seconds: dict[str, float] = {}
-        self.logged = Logged()
-        self._kept = 0
-        self._numbers: dict[str, list[float]] = {}
+        self._book = Logbook()
+
+    @property
+    def logged(self) -> Logged:
+        return self._book.logged
 
     def publish(self, revision: Revision) -> None:
         self.engine.publish(revision)
 
     def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
         for step in range(self.first_step, self.train.steps + 1):
-            yield step, self._groups(step)
+            groups = self._groups(step)
+            self.order.trained += len(groups)
+            yield step, groups
 
     def _groups(self, step: int) -> list[Group]:
         self.seconds = {"sample_s": 0.0, "verify_s": 0.0}
-        self.logged, self._kept, self._numbers = Logged(), 0, {}
+        self._book = Logbook()
         draws: dict[str, int] = {}
         groups = self._collect(step, self.order.take(self.train.prompts_per_step, draws))
         if not self.rules.dynamic_sampling:
             return groups
         for _ in range(self.train.max_refills):
-            missing = self.train.prompts_per_step - sum(has_signal(g, self.rules) for g in groups)
+            missing = missing_groups(groups, self.rules, self.train)
             if not missing:
                 return groups
             groups += self._collect(step, self.order.take(missing, draws))
-        if not any(has_signal(g, self.rules) for g in groups):
-            raise TrainingStopped(
-                f"step {step}: none of {len(groups)} groups in {self.train.max_refills + 1} draws has members with "
-                "different rewards, so there is nothing to learn from; use easier or harder prompts, more completions "
-                "per prompt (sampling.group_size), or train.dynamic_sampling = false"
-            )
+        require_signal(step, groups, self.rules, self.train)
         return groups
 
     def _collect(self, step: int, prompts: list[Prompt]) -> list[Group]:
@@ -131,21 +200,5 @@ class InlineSource:
         self.on_phase("sampling")
         groups = collect_groups(self.engine, prompts, replace(self.params, step=step), verify)
         self.seconds["sample_s"] += time.perf_counter() - begin - (self.seconds["verify_s"] - before)
-        self._keep_logged(judged, groups)
+        self._book.add(getattr(self.verify, "logged", Logged()), judged, groups)
         return groups
-
-    def _keep_logged(self, judged: Sequence[Completion], groups: Sequence[Group]) -> None:
-        """Adds what reward functions logged for these groups; a rollout that was not judged has None."""
-        logged: Logged = getattr(self.verify, "logged", Logged())
-        rows = {(c.prompt_id, c.draw, c.sample): row for row, c in enumerate(judged)}
-        places = [rows.get((c.prompt_id, c.draw, c.sample)) for c in (r.completion for g in groups for r in g.rollouts)]
-        for name in {**self.logged.extras, **logged.extras}:
-            values = logged.extras.get(name, [None] * len(judged))
-            earlier = self.logged.extras.get(name, [None] * self._kept)
-            self.logged.extras[name] = earlier + [None if place is None else values[place] for place in places]
-        self._kept += len(places)
-        for name, number in logged.metrics.items():
-            if not math.isfinite(number):  # not measured: it must neither erase the mean nor reach JSON
-                continue
-            self._numbers.setdefault(name, []).append(number)
-            self.logged.metrics[name] = sum(self._numbers[name]) / len(self._numbers[name])

@@ -16,7 +16,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinyllm.callbacks import Callback, Interrupted
@@ -62,6 +62,8 @@ class Trainer:
     updater: Updater
     weights_hash: Callable[[], str]
     reference_hash: str
+    revision: Revision
+    """Of the weights as they are."""
     evaluate: Evaluate
     keep_best: Callable[[int], None]
     callbacks: Sequence[Callback] = ()
@@ -84,17 +86,17 @@ class Trainer:
             timing["record_s"] = time.perf_counter() - begin
             begin = time.perf_counter()
             self._tell("on_phase", "training")
-            batch = objective.batch(groups)
+            batch = replace(objective.batch(groups), revision=self.revision)
             lr = learning_rate(config.optimizer, step, config.train.steps)
             result = self.updater(batch, lr)
             self._require_finite_weights(step)
             timing["update_s"] = time.perf_counter() - begin
             begin = time.perf_counter()
-            revision = Revision(step, self.weights_hash())
-            source.publish(revision)
+            self.revision = Revision(step, self.weights_hash())
+            source.publish(self.revision)
             timing["publish_s"] = time.perf_counter() - begin
             self.progress.step, self.progress.position = step, self.position()
-            metrics = step_metrics(objective, step, groups, batch, result, revision, lr, source.logged.metrics)
+            metrics = step_metrics(objective, step, groups, batch, result, self.revision, lr, source.logged.metrics)
             self.run.write_derived(step, *derived_columns(batch, result))
             self.run.log(metrics)
             timing |= {"step_s": time.perf_counter() - clock, "sampled_tokens": sampled_tokens(groups)}

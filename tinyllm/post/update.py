@@ -59,14 +59,14 @@ class Updater:
         assert not self.objective.needs_reference or reference is not None, "the loss needs a reference"
 
     def __call__(self, batch: Batch, lr: float) -> UpdateResult:
-        """The objective's updates_per_batch steps over the batch; old log-probabilities are the first pass's."""
-        old: dict[int, Tensor] = {}
+        """The objective's updates_per_batch steps over the batch; `first` is what the first pass computes."""
+        first: dict[int, Tensor] = {}
         references: dict[int, Tensor] = {}
         gap = self.objective.empty
         result = UpdateResult(gap, 0.0, 0.0, None, 0)
         for number in range(self.objective.updates_per_batch if batch.has_signal else 0):
             self.optimizer.zero_grad()
-            result = self._accumulate(batch, old, references, result.updates)
+            result = self._accumulate(batch, first, references, result.updates)
             if result.non_finite is not None:  # its numbers say nothing, and JSON has no NaN
                 result = replace(result, stats=self.objective.empty, loss=None, grad_norm=None, entropy=None)
                 gap = self.objective.empty
@@ -78,9 +78,9 @@ class Updater:
             self.optimizer.step(lr, result.grad_norm)
             result = replace(result, updates=number + 1)
         self.optimizer.zero_grad()
-        hashes = {**result.hashes, "logprobs": hash_tensor(_joined(old)), "advantages": hash_tensor(batch.advantages)}
+        hashes = {**result.hashes, "logprobs": hash_tensor(_joined(first)), "advantages": hash_tensor(batch.advantages)}
         stats = _with_gap(result.stats, gap) if self.objective.updates_per_batch > 1 else result.stats
-        return replace(result, stats=stats, hashes=hashes, logprobs=old)
+        return replace(result, stats=stats, hashes=hashes, logprobs=first)
 
     def _require_small_gap(self, stats: Any) -> None:
         """Raises TrainingStopped before the weights change when the sampler drew from another distribution."""
@@ -95,12 +95,12 @@ class Updater:
         )
 
     def _accumulate(
-        self, batch: Batch, old: dict[int, Tensor], references: dict[int, Tensor], updates: int
+        self, batch: Batch, first: dict[int, Tensor], references: dict[int, Tensor], updates: int
     ) -> UpdateResult:
         loss, entropy_sum, entropy_count, stats = 0.0, 0.0, 0, self.objective.empty
         trouble = None
         for rows in batch.microbatches:
-            part, part_stats, entropy, logp = self._backward(batch, rows, old, references)
+            part, part_stats, entropy, logp = self._backward(batch, rows, first, references)
             if not math.isfinite(part) and trouble is None:
                 trouble = _locate(batch, rows, logp, part)
             loss += part
@@ -115,18 +115,19 @@ class Updater:
         return UpdateResult(stats, loss, norm, entropy_mean, updates, trouble, {"gradient": gradient})
 
     def _backward(
-        self, batch: Batch, rows: tuple[int, ...], old: dict[int, Tensor], references: dict[int, Tensor]
+        self, batch: Batch, rows: tuple[int, ...], first: dict[int, Tensor], references: dict[int, Tensor]
     ) -> tuple[float, Any, Tensor, Sequence[Tensor]]:
         sequences = [(batch.prompts[row], batch.rollouts[row].completion.token_ids) for row in rows]
         targets = pack_targets(sequences, self.policy.device)
         logp, entropy = score(self.policy, targets, self.objective.temperature)
         parts = logp.split(list(targets.lengths))
         for row, part in zip(rows, parts, strict=True):
-            old.setdefault(row, part.detach())
+            first.setdefault(row, part.detach())
         if self.reference is not None and rows[0] not in references:
             references.update(zip(rows, self.reference(sequences), strict=True))
         held = [references[row] for row in rows] if self.reference is not None else None
-        loss, stats = self.objective.loss(batch, rows, parts, [old[row] for row in rows], held)
+        old = [self.objective.old(batch, row, first[row]) for row in rows]
+        loss, stats = self.objective.loss(batch, rows, parts, old, held)
         loss.backward()
         return loss.item(), stats, entropy, parts
 
@@ -164,9 +165,9 @@ def adapter_off_scorer(policy: Policy, temperature: float, budget: int) -> Score
     return scorer
 
 
-def _joined(old: dict[int, Tensor]) -> Tensor:
+def _joined(first: dict[int, Tensor]) -> Tensor:
     """The first pass's log-probabilities in row order."""
-    return torch.cat([old[row] for row in sorted(old)]) if old else torch.empty(0)
+    return torch.cat([first[row] for row in sorted(first)]) if first else torch.empty(0)
 
 
 def _locate(batch: Batch, rows: tuple[int, ...], logp: Sequence[Tensor], loss: float) -> str:

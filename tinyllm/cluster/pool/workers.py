@@ -1,0 +1,77 @@
+"""What the driver knows of a worker: calls that end as futures, and an end for good.
+
+A worker is a process on Ray (ray_workers.py), the servers (served_workers.py) or a thread of the trainer's (here). Each
+has one method that does its work, `work(new, budget_s)`: it takes (name, payload) pairs on, works until something is
+finished or the budget is over, and returns (name, result) pairs, each name at most once. One call is under way at a
+time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+START_S = 900.0
+"""Longest time a worker may take to start: its imports, its model."""
+
+
+class WorkerDied(Exception):
+    """The process of a worker is gone; the text says how."""
+
+
+class Worker(Protocol):
+    """One worker."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """The first call is `start`. The future raises WorkerDied, or what the method raised."""
+        ...
+
+    def kill(self) -> None:
+        """End it, whatever it is doing; open calls may end with WorkerDied, or never."""
+        ...
+
+
+@dataclass(frozen=True)
+class Staff:
+    """Workers of one kind."""
+
+    name: str
+    """engine or verifier."""
+    count: int
+    make: Callable[[], Worker]
+    capacity: int
+    """Groups one of them works on at a time."""
+    deadline_s: float | None = None
+    """Longest time for one group; None where the worker bounds its own work, or cannot be ended."""
+    takes_weights: bool = False
+    """Whether the driver hands it new weights, by `publish(revision, weights)`."""
+
+
+class ThreadWorker:
+    """A worker in a thread of this process. It cannot be ended in the middle of its work: it is left to itself."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self._build = build
+        self._object: Any = None
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        outcome: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                if method == "start":
+                    self._object = self._build()
+                    outcome.set_result(None)
+                else:
+                    outcome.set_result(getattr(self._object, method)(*arguments))
+            except BaseException as error:  # noqa: BLE001 - the driver's to judge
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name="tinyllm-worker", daemon=True).start()
+        return outcome
+
+    def kill(self) -> None:
+        """Nothing waits for it any more."""

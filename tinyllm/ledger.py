@@ -1,0 +1,164 @@
+"""The ledger of a pool: how each group went, and whether what was dropped differs from what was trained on.
+
+Dropping slow work is how asynchronous training learns short answers without being told to. A run with a pool therefore
+writes one line per group to ledger.jsonl, and `selection` says who was lost: by length, difficulty and time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinyllm.records import Group
+
+_AXES = {
+    "length": ("tokens", "longer", "short completions"),
+    "difficulty": ("mean reward", "easier", "hard prompts"),
+    "time": ("seconds", "slower", "quick groups"),
+}
+"""What groups are compared by: unit, what dropped ones with a larger value are, what training leans towards then."""
+_OPPOSITE = {
+    "longer": "shorter",
+    "easier": "harder",
+    "slower": "quicker",
+    "short completions": "long completions",
+    "hard prompts": "easy prompts",
+    "quick groups": "slow groups",
+}
+DROPPED_SHARE = 0.01
+"""A smaller share of dropped completions is not worth a warning."""
+_APART = 0.2
+"""Dropped and trained groups whose means differ by more than this share of the larger are said to differ."""
+
+
+def ledger_line(step: int, group: Group, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of ledger.jsonl; facts: the pool's (revision, seconds, workers, faults)."""
+    lengths = [len(r.completion.token_ids) for r in group.rollouts if r.completion.token_ids]
+    values = [r.verdict.value for r in group.rollouts if r.verdict.value is not None]
+    reasons = Counter(r.completion.error or r.verdict.reason for r in group.rollouts if r.verdict.value is None)
+    return {
+        "step": step,
+        "group": group.id,
+        "prompt": group.prompt.id,
+        **facts,
+        "requested": len(group.rollouts),
+        "failed": sum(r.completion.finish_reason == "error" for r in group.rollouts),
+        "dropped": len(group.rollouts) - len(values),
+        "reasons": dict(reasons),
+        "tokens_mean": sum(lengths) / len(lengths) if lengths else None,
+        "tokens_max": max(lengths, default=None),
+        "reward_mean": sum(values) / len(values) if values else None,
+    }
+
+
+@dataclass(frozen=True)
+class Quartile:
+    """A quarter of the groups, by one axis."""
+
+    axis: str
+    low: float
+    high: float
+    requested: int
+    """Completions, as below."""
+    finished: int
+    trained: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Who was asked for, and who was trained on. Counts are of completions."""
+
+    requested: int
+    finished: int
+    """Sampled; the others failed."""
+    trained: int
+    """Sampled and scored."""
+    dropped: int
+    """Requested and not trained on: failed, or not scored."""
+    ahead: int
+    """Finished for a step that was not trained any more."""
+    quartiles: tuple[Quartile, ...]
+    warnings: tuple[str, ...]
+    """In plain words: which groups were dropped more often."""
+    reasons: Mapping[str, int]
+
+
+def selection(lines: Sequence[Mapping[str, Any]], last_step: int) -> Selection:
+    """What the ledger says of a run whose last trained step is last_step."""
+    latest = {(line["step"], line["group"]): line for line in lines}  # a resumed run samples groups again
+    groups = [line for line in latest.values() if line["step"] <= last_step]
+    ahead = sum(line["requested"] for line in latest.values() if line["step"] > last_step)
+    requested, failed, dropped = (sum(line[name] for line in groups) for name in ("requested", "failed", "dropped"))
+    reasons: Counter[str] = Counter()
+    for line in groups:
+        reasons.update(line["reasons"])
+    quartiles: list[Quartile] = []
+    warnings: list[str] = []
+    for axis, values in _values(groups).items():
+        known = [(value, line) for value, line in zip(values, groups, strict=True) if value is not None]
+        quartiles += _quartiles(axis, known)
+        if dropped > DROPPED_SHARE * requested and (found := _difference(axis, known)):
+            warnings.append(found)
+    if dropped > DROPPED_SHARE * requested:
+        worst = reasons.most_common(1)[0][0]
+        share = 100 * dropped / requested
+        warnings.insert(0, f"{share:.1f}% of the completions were dropped; most often because: {worst}")
+    return Selection(
+        requested, requested - failed, requested - dropped, dropped, ahead, tuple(quartiles), tuple(warnings), reasons
+    )
+
+
+def _values(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """By axis, each group's value. A group without a reward is as difficult as its prompt is in other steps."""
+    seen: dict[str, list[float]] = {}
+    for line in groups:
+        if line["reward_mean"] is not None:
+            seen.setdefault(line["prompt"], []).append(line["reward_mean"])
+
+    def difficulty(line: Mapping[str, Any]) -> float | None:
+        others = seen.get(line["prompt"])
+        return line["reward_mean"] if not line["dropped"] else sum(others) / len(others) if others else None
+
+    return {
+        "length": [line["tokens_mean"] for line in groups],
+        "difficulty": [difficulty(line) for line in groups],
+        "time": [line["sampling_s"] + line["verifying_s"] for line in groups],
+    }
+
+
+def _quartiles(axis: str, known: Sequence[tuple[float, Mapping[str, Any]]]) -> list[Quartile]:
+    ordered = sorted(known, key=lambda pair: pair[0])
+    found = []
+    for quarter in range(4):
+        part = ordered[quarter * len(ordered) // 4 : (quarter + 1) * len(ordered) // 4]
+        if part:
+            requested, failed, dropped = (sum(line[n] for _, line in part) for n in ("requested", "failed", "dropped"))
+            counts = (requested, requested - failed, requested - dropped, dropped)
+            found.append(Quartile(axis, part[0][0], part[-1][0], *counts))
+    return found
+
+
+def _difference(axis: str, known: Sequence[tuple[float, Mapping[str, Any]]]) -> str | None:
+    """Whether what was dropped differs from what was trained on, in one line."""
+    dropped, trained = (
+        [(value, weight) for value, line in known if (weight := line["dropped"] if lost else _kept(line))]
+        for lost in (True, False)
+    )
+    if not dropped or not trained:
+        return None
+    lost, held = (sum(v * w for v, w in part) / sum(w for _, w in part) for part in (dropped, trained))
+    if abs(lost - held) <= _APART * max(abs(lost), abs(held)):
+        return None
+    unit, more, lean = _AXES[axis]
+    more, lean = (more, lean) if lost > held else (_OPPOSITE[more], _OPPOSITE[lean])
+    return (
+        f"dropped groups were {more} than those trained on ({lost:.3g} against {held:.3g} {unit}), so training leans "
+        f"towards {lean}"
+    )
+
+
+def _kept(line: Mapping[str, Any]) -> int:
+    return line["requested"] - line["dropped"]
