@@ -107,7 +107,7 @@ def replay(
     conditions = [
         c
         for c in compare_manifests(run.manifest, now)
-        if c[0].partition(".")[0] in ("hashes", "probe", "versions", "machine")
+        if c[0].partition(".")[0] in ("hashes", "probe", "versions", "machine") or c[0] == "facts.ranks"
     ]
     return ReplayResult(tuple(range(first, first + done)), divergence, tuple(conditions), written)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from tinyllm.cluster.ranks import SOLO, Ranks
 from tinyllm.config import GRPOConfig
 from tinyllm.errors import TrainingStopped
 from tinyllm.post.batch import Rules, has_signal
@@ -66,7 +67,8 @@ class InlineSource:
     """Samples with the policy as it is when the step begins, verifies, and hands the groups on.
 
     With dynamic sampling, groups without signal are replaced by those of further prompts, at most train.max_refills
-    times; every group drawn is handed on and recorded, and make_batch keeps those with signal.
+    times; every group drawn is handed on and recorded, and make_batch keeps those with signal. On several ranks each
+    samples and verifies its share of the prompts, and hands on the groups of all.
     """
 
     def __init__(
@@ -79,8 +81,10 @@ class InlineSource:
         *,
         first_step: int = 1,
         on_phase: Callable[[str], None] = lambda phase: None,
+        ranks: Ranks = SOLO,
     ) -> None:
         self.engine, self.order, self.params, self.verify = engine, order, params, verify
+        self.ranks = ranks
         self.train, self.rules = config.train, Rules.of(config)
         self.first_step, self.on_phase = first_step, on_phase
         self.seconds: dict[str, float] = {}
@@ -129,18 +133,20 @@ class InlineSource:
 
         begin, before = time.perf_counter(), self.seconds["verify_s"]
         self.on_phase("sampling")
-        groups = collect_groups(self.engine, prompts, replace(self.params, step=step), verify)
+        params = replace(self.params, step=step)
+        groups = self.ranks.share(prompts, lambda share: collect_groups(self.engine, share, params, verify))
         self.seconds["sample_s"] += time.perf_counter() - begin - (self.seconds["verify_s"] - before)
         self._keep_logged(judged, groups)
         return groups
 
     def _keep_logged(self, judged: Sequence[Completion], groups: Sequence[Group]) -> None:
         """Adds what reward functions logged for these groups; a rollout that was not judged has None."""
-        logged: Logged = getattr(self.verify, "logged", Logged())
-        rows = {(c.prompt_id, c.draw, c.sample): row for row, c in enumerate(judged)}
+        own: Logged = getattr(self.verify, "logged", Logged())
+        keys, logged = _joined(self.ranks.gather(([(c.prompt_id, c.draw, c.sample) for c in judged], own)))
+        rows = {key: row for row, key in enumerate(keys)}
         places = [rows.get((c.prompt_id, c.draw, c.sample)) for c in (r.completion for g in groups for r in g.rollouts)]
         for name in {**self.logged.extras, **logged.extras}:
-            values = logged.extras.get(name, [None] * len(judged))
+            values = logged.extras.get(name, [None] * len(keys))
             earlier = self.logged.extras.get(name, [None] * self._kept)
             self.logged.extras[name] = earlier + [None if place is None else values[place] for place in places]
         self._kept += len(places)
@@ -149,3 +155,23 @@ class InlineSource:
                 continue
             self._numbers.setdefault(name, []).append(number)
             self.logged.metrics[name] = sum(self._numbers[name]) / len(self._numbers[name])
+
+
+_Key = tuple[str, int, int]
+
+
+def _joined(parts: Sequence[tuple[list[_Key], Logged]]) -> tuple[list[_Key], Logged]:
+    """What the ranks judged and logged, one after the other: the columns joined, a number the mean of theirs."""
+    if len(parts) == 1:
+        return parts[0]
+    keys = [key for judged, _ in parts for key in judged]
+    extras = {
+        name: [x for judged, own in parts for x in own.extras.get(name, [None] * len(judged))]
+        for name in dict.fromkeys(name for _, own in parts for name in own.extras)
+    }
+    numbers: dict[str, list[float]] = {}
+    for _, own in parts:
+        for name, number in own.metrics.items():
+            if math.isfinite(number):
+                numbers.setdefault(name, []).append(number)
+    return keys, Logged({name: sum(x) / len(x) for name, x in numbers.items()}, extras)
