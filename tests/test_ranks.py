@@ -223,15 +223,17 @@ def test_runs_on_two_ranks_are_those_of_one(folder, alone, home, monkeypatch):
         ["grpo", "--resume", "one-two"],
         ["sft", "--config", "sft.toml", "--run.dir", "sft-two"],
         ["dpo", "--config", "dpo.toml", "--run.dir", "dpo-two"],
+        ["replay", "two"],
     ]
     (folder / "lines.json").write_text(json.dumps(words))
     done = launch(WORKER, "commands", "lines.json", folder=folder)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert [json.loads((folder / f"lines.{rank}").read_text()) for rank in (0, 1)] == [[0] * 4] * 2, done.stderr[-4000:]
+    assert [json.loads((folder / f"lines.{rank}").read_text()) for rank in (0, 1)] == [[0] * 5] * 2, done.stderr[-4000:]
     two = RunDir.read("two")
     assert two.manifest["facts"]["ranks"] == 2 and all(row["ranks"] == 2 for row in two.metrics("train"))
     assert len(list(Path("two/checkpoints/000004").glob("shard-*.safetensors"))) == 2
-    assert done.stdout.count("two/model") == 1, "rank 0 alone says what there is"
+    assert done.stdout.count(" two/model") == 1, "rank 0 alone says what there is"
+    assert done.stdout.count("4 steps, every hash equal") == 1, done.stdout
     same_run(alone, folder / "two")
     assert two.read_groups(1) == RunDir.read(alone).read_groups(1), "to the last bit, before any weight was trained"
     extras = [RunDir.read(path).read_recorded(1) for path in (alone, folder / "two")]

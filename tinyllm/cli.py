@@ -280,8 +280,9 @@ def _replay(words: Sequence[str]) -> int:
     from tinyllm.rundir import RunDir
 
     RunDir.read(given.run)  # a mistake here should not wait for torch
-    display = ReplayProgress()
-    display.on_phase("starting")
+    display = ReplayProgress() if here().leads else None
+    if display:
+        display.on_phase("starting")
     from tinyllm.post.replay import replay
 
     try:
@@ -292,12 +293,14 @@ def _replay(words: Sequence[str]) -> int:
             objective=given.objective,
             reward=given.reward,
             tolerance=given.tolerance,
-            on_step=display.on_replayed,
-            callbacks=[display],
+            on_step=display.on_replayed if display else lambda done, total: None,
+            callbacks=[display] if display else [],
         )
     finally:
-        display.close()
-    print("\n".join(_replay_lines(result, given)))
+        if display:
+            display.close()
+    if display:
+        print("\n".join(_replay_lines(result, given)))
     return 1 if result.divergence else 0
 
 

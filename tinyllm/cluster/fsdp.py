@@ -11,6 +11,7 @@ Gradients are summed over ranks, never averaged: the loss is divided by a denomi
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from tinyllm.cluster.ranks import Ranks
 from tinyllm.engine.head import Policy
+from tinyllm.errors import ConfigError
 
 Score = Callable[[Policy, Any, float], tuple[Tensor, Tensor]]
 """(policy, targets, temperature) -> log-probabilities and entropies of the targets."""
@@ -48,10 +50,14 @@ class Sharded(nn.Module):
 
 
 def shard(policy: Policy, score: Score, ranks: Ranks) -> Sharded:
-    """A sharded twin of a policy: this rank keeps its part of every parameter, in fp32."""
+    """A sharded twin of a policy: this rank keeps its part of every parameter, in fp32.
+
+    Raises ConfigError for a device that ranks cannot share work on.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+    _check_device(policy.device)
     dtype = policy.head_weight.dtype
     mesh = init_device_mesh(policy.device.type, (ranks.count,))
     rules = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -68,6 +74,18 @@ def shard(policy: Policy, score: Score, ranks: Ranks) -> Sharded:
             module.set_force_sum_reduction_for_comms(True)
     root.set_reduce_scatter_unused_params(True)  # type: ignore[operator] # experts that only another rank's rows use
     return root
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"model.device = {device.type!r}: several ranks train on cpu or cuda only; choose one of them"
+        )
+    there, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type == "cuda" and here > there:
+        raise ConfigError(
+            f"{here} ranks on a machine with {there} GPUs; start one rank per GPU (--nproc-per-node {there})"
+        )
 
 
 def decoder_layers(policy: Policy) -> list[nn.Module]:
