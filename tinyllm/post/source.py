@@ -141,7 +141,7 @@ class InlineSource:
 
     def _keep_logged(self, judged: Sequence[Completion], groups: Sequence[Group]) -> None:
         """Adds what reward functions logged for these groups; a rollout that was not judged has None."""
-        own: Logged = getattr(self.verify, "logged", Logged())
+        own: Logged = getattr(self.verify, "logged", Logged()) if judged else Logged()
         keys, logged = _joined(self.ranks.gather(([(c.prompt_id, c.draw, c.sample) for c in judged], own)))
         rows = {key: row for row, key in enumerate(keys)}
         places = [rows.get((c.prompt_id, c.draw, c.sample)) for c in (r.completion for g in groups for r in g.rollouts)]
