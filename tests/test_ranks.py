@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from rank_worker import GROUPS, updates
+from test_served_run import KEY, served
 from test_sft_dpo import dpo_config, sft_config
 
 from tinyllm.cluster.ranks import SOLO, here
@@ -208,7 +209,7 @@ def same_run(a: Path, b: Path, tolerance: float = 2e-5) -> None:
 
 @pytest.mark.slow
 def test_runs_on_two_ranks_are_those_of_one(folder, alone, home, monkeypatch):
-    """GRPO with refills, KL and evaluation; resumed from one process on two, and back; SFT with adapters; DPO."""
+    """GRPO with refills, KL and evaluation, on servers too; resumed from one on two, and back; adapters; SFT, DPO."""
     monkeypatch.chdir(folder)
     cut(alone, folder / "one-two")
     lora = {"lora": {"rank": 2}, "train": {"steps": 2}, "run": {"checkpoint_every": 1}}
@@ -225,10 +226,12 @@ def test_runs_on_two_ranks_are_those_of_one(folder, alone, home, monkeypatch):
         ["dpo", "--config", "dpo.toml", "--run.dir", "dpo-two"],
         ["replay", "two"],
     ]
-    (folder / "lines.json").write_text(json.dumps(words))
-    done = launch(WORKER, "commands", "lines.json", folder=folder)
+    with served(home / "model") as (_, url):
+        words.append(["grpo", "--config", "grpo.toml", "--run.dir", "served-two", "--engine.urls", url])
+        (folder / "lines.json").write_text(json.dumps(words))
+        done = launch(WORKER, "commands", "lines.json", folder=folder, TINYLLM_ADMIN_KEY=KEY)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert [json.loads((folder / f"lines.{rank}").read_text()) for rank in (0, 1)] == [[0] * 5] * 2, done.stderr[-4000:]
+    assert [json.loads((folder / f"lines.{rank}").read_text()) for rank in (0, 1)] == [[0] * 6] * 2, done.stderr[-4000:]
     two = RunDir.read("two")
     assert two.manifest["facts"]["ranks"] == 2 and all(row["ranks"] == 2 for row in two.metrics("train"))
     assert len(list(Path("two/checkpoints/000004").glob("shard-*.safetensors"))) == 2
@@ -238,7 +241,8 @@ def test_runs_on_two_ranks_are_those_of_one(folder, alone, home, monkeypatch):
     assert two.read_groups(1) == RunDir.read(alone).read_groups(1), "to the last bit, before any weight was trained"
     extras = [RunDir.read(path).read_recorded(1) for path in (alone, folder / "two")]
     assert extras[0][-1].logged.keys() == extras[1][-1].logged.keys() == {"judge.py:digits/mean"}
-    same_run(alone, folder / "one-two")
+    for name in ("one-two", "served-two"):
+        same_run(alone, folder / name)
     assert [row["ranks"] for row in RunDir.read("one-two").metrics("train") if row["step"] > 2] == [2, 2]
     assert (folder / "one-two" / "superseded" / "metrics.1.jsonl").exists(), "step 3 was logged with other last bits"
     runs.resume(cut(folder / "two", folder / "two-one"))

@@ -138,6 +138,8 @@ class Optimizer:
         for key, value in groups["optimizer"].items():
             moment, name = key.split(":", 1)
             master = self.masters[name]
-            self._inner.state[master][moment] = (
-                value.clone().reshape(()) if moment == "step" else like(value.clone(), master).to(master.device)
-            )
+            if moment == "step":  # where a fused kernel reads it; of several ranks' checkpoints it has one element
+                there = master.device if self._inner.defaults.get("fused") else value.device
+                self._inner.state[master][moment] = value.clone().reshape(()).to(there)
+            else:
+                self._inner.state[master][moment] = like(value.clone(), master).to(master.device)
