@@ -136,17 +136,16 @@ class InlineSource:
         params = replace(self.params, step=step)
         groups = self.ranks.share(prompts, lambda share: collect_groups(self.engine, share, params, verify))
         self.seconds["sample_s"] += time.perf_counter() - begin - (self.seconds["verify_s"] - before)
-        self._keep_logged(judged, groups)
+        logged: Logged = getattr(self.verify, "logged", Logged()) if judged else Logged()
+        self._keep_logged(*_joined(self.ranks.gather((judged, logged))), groups)
         return groups
 
-    def _keep_logged(self, judged: Sequence[Completion], groups: Sequence[Group]) -> None:
+    def _keep_logged(self, judged: Sequence[Completion], logged: Logged, groups: Sequence[Group]) -> None:
         """Adds what reward functions logged for these groups; a rollout that was not judged has None."""
-        own: Logged = getattr(self.verify, "logged", Logged()) if judged else Logged()
-        keys, logged = _joined(self.ranks.gather(([(c.prompt_id, c.draw, c.sample) for c in judged], own)))
-        rows = {key: row for row, key in enumerate(keys)}
+        rows = {(c.prompt_id, c.draw, c.sample): row for row, c in enumerate(judged)}
         places = [rows.get((c.prompt_id, c.draw, c.sample)) for c in (r.completion for g in groups for r in g.rollouts)]
         for name in {**self.logged.extras, **logged.extras}:
-            values = logged.extras.get(name, [None] * len(keys))
+            values = logged.extras.get(name, [None] * len(judged))
             earlier = self.logged.extras.get(name, [None] * self._kept)
             self.logged.extras[name] = earlier + [None if place is None else values[place] for place in places]
         self._kept += len(places)
@@ -157,14 +156,11 @@ class InlineSource:
             self.logged.metrics[name] = sum(self._numbers[name]) / len(self._numbers[name])
 
 
-_Key = tuple[str, int, int]
-
-
-def _joined(parts: Sequence[tuple[list[_Key], Logged]]) -> tuple[list[_Key], Logged]:
+def _joined(parts: Sequence[tuple[list[Completion], Logged]]) -> tuple[list[Completion], Logged]:
     """What the ranks judged and logged, one after the other: the columns joined, a number the mean of theirs."""
     if len(parts) == 1:
         return parts[0]
-    keys = [key for judged, _ in parts for key in judged]
+    completions = [c for judged, _ in parts for c in judged]
     extras = {
         name: [x for judged, own in parts for x in own.extras.get(name, [None] * len(judged))]
         for name in dict.fromkeys(name for _, own in parts for name in own.extras)
@@ -174,4 +170,4 @@ def _joined(parts: Sequence[tuple[list[_Key], Logged]]) -> tuple[list[_Key], Log
         for name, number in own.metrics.items():
             if math.isfinite(number):
                 numbers.setdefault(name, []).append(number)
-    return keys, Logged({name: sum(x) / len(x) for name, x in numbers.items()}, extras)
+    return completions, Logged({name: sum(x) / len(x) for name, x in numbers.items()}, extras)
