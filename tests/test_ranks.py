@@ -236,6 +236,7 @@ def test_runs_on_two_ranks_are_those_of_one(folder, alone, home, monkeypatch):
     assert two.manifest["facts"]["ranks"] == 2 and all(row["ranks"] == 2 for row in two.metrics("train"))
     assert len(list(Path("two/checkpoints/000004").glob("shard-*.safetensors"))) == 2
     assert done.stdout.count(" two/model") == 1, "rank 0 alone says what there is"
+    assert "in float32 on 2 ranks (cpu)" in done.stdout
     assert done.stdout.count("4 steps, every hash equal") == 1, done.stdout
     same_run(alone, folder / "two")
     assert two.read_groups(1) == RunDir.read(alone).read_groups(1), "to the last bit, before any weight was trained"
