@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -17,12 +18,17 @@ from rank_worker import GROUPS, updates
 from test_served_run import KEY, served
 from test_sft_dpo import dpo_config, sft_config
 
+from tinyllm.checkpoint import Checkpoints
 from tinyllm.cluster.ranks import SOLO, here
+from tinyllm.cluster.servers import Servers
+from tinyllm.cluster.shared_run import SharedCheckpoints
 from tinyllm.configio import make_config, to_toml
-from tinyllm.errors import ConfigError
+from tinyllm.errors import ConfigError, RunError
 from tinyllm.memory import memory_estimate
 from tinyllm.post import run as runs
 from tinyllm.post.batch import Rules, deal, make_batch
+from tinyllm.post.optimizer import Optimizer
+from tinyllm.records import Revision
 from tinyllm.rundir import RunDir
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +118,58 @@ def test_memory_is_counted_per_rank():
         parts = dict(memory_estimate(arch, dtype, config, ranks=2).parts)
         assert parts["weights"] == size * dtype.itemsize
         assert (parts["gradients"], parts["optimizer"]) == (2 * size, 6 * size)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_shards_is_checked_like_any_other(tmp_path):
+    optimizer = Optimizer(tiny.llama(dtype=torch.bfloat16).named_parameters(), make_config().optimizer)
+    for p in optimizer.parameters.values():
+        p.grad = torch.ones_like(p, dtype=torch.float32)
+    optimizer.step(0.1, 1.0)
+    saved = SharedCheckpoints(tmp_path, SOLO)
+    for step in (1, 2):
+        saved.save(step, optimizer.tensors(), {"seed": 7}, keep=2)
+    saved.wait()
+    step, tensors, state = Checkpoints(tmp_path).load()
+    assert (step, state) == (2, {"seed": 7})
+    again = Optimizer(tiny.llama(1, dtype=torch.bfloat16).named_parameters(), make_config().optimizer)
+    again.load(tensors)
+    for group, named in optimizer.tensors().items():
+        assert tiny.equal(again.tensors()[group], named), group
+    (file,) = (tmp_path / "000002").glob("shard-*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert Checkpoints(tmp_path).load()[0] == 1, "the damaged one is passed over"
+    with pytest.raises(RunError, match="damaged"):
+        Checkpoints(tmp_path).load(2)
+
+
+def test_fp32_shards_are_the_masters_of_bf16_weights():
+    """What several ranks save has no masters apart: one process takes them from the weights, and rounds those."""
+    optimizer = Optimizer(tiny.llama(dtype=torch.bfloat16).named_parameters(), make_config().optimizer)
+    exact = {name: p.detach().float() + 1e-4 for name, p in optimizer.parameters.items()}
+    optimizer.load({"weights": exact, "optimizer": {}})
+    assert tiny.equal(optimizer.masters, exact)
+    assert all(torch.equal(p, exact[name].bfloat16()) for name, p in optimizer.parameters.items())
+
+
+def test_lines_of_another_number_of_ranks_are_put_aside(train):
+    path = train("run").run_dir
+    before = tiny.metrics(path)
+    with RunDir.open(path) as run:
+        run.leave_lines(1, 1)
+        assert tiny.metrics(path) == before
+        run.leave_lines(1, 2)
+        assert tiny.metrics(path) == before[:1] and all(row["step"] <= 1 for row in run.metrics())
+        run.log({"step": 2, "ranks": 2})  # the line that was there does not bind it
+    aside = [json.loads(line) for line in (path / "superseded" / "metrics.1.jsonl").read_text().splitlines()]
+    assert [row for row in aside if row.get("kind", "train") == "train"] == before[1:]
+
+
+def test_ranks_take_over_what_servers_confirmed():
+    first, second = (Servers([SimpleNamespace(model="m", label=None, revision=None, fenced=None)]) for _ in range(2))
+    first.all[0].model, first.all[0].label, first.all[0].revision = "adapter-2", "2:ab", Revision(2, "ab")
+    second.adopt(first.confirmed())
+    assert second.confirmed() == first.confirmed() == [("adapter-2", "2:ab", Revision(2, "ab"), None)]
 
 
 # Two ranks
