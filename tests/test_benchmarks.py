@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 HAS_TRL = importlib.util.find_spec("trl") is not None
-SCRIPTS = ("vs_trl", "learning", "scaling", "record_cost", "allocator", "losses", "serve", "engine", "async")
+SCRIPTS = ("vs_trl", "learning", "scaling", "record_cost", "allocator", "losses", "serve", "engine", "async", "ranks")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,7 @@ def test_help_says_what_is_measured(name, monkeypatch, capsys):
         ("serve", ["--concurrency", "1,x"], "--concurrency '1,x': write numbers from 1 to 1024 with commas"),
         ("async", ["--lags", "1,x"], "--lags '1,x': write numbers with commas"),
         ("serve", ["--rounds", "0"], "--rounds 0: give at least 1"),
+        ("ranks", ["--ranks", "1"], "--ranks 1 --steps 10: give at least 2 ranks and 1 step"),
         ("engine", ["--sides", "engine,vlm"], "--sides: there is no 'vlm'; choose from engine,served,transformers"),
     ],
 )
@@ -131,6 +132,15 @@ def test_scaling(tmp_path, monkeypatch, capsys):
         (3, 2),
     ]  # 3 x 4 is too many
     assert set(result["coefficients"]) == {"a", "b", "c"}
+
+
+@pytest.mark.slow
+def test_ranks(model, tmp_path):
+    out = tmp_path / "ranks.json"
+    done = script("ranks", "--model", model, "--steps", 1, "--out", out)
+    assert done.returncode == 0, done.stderr
+    sgd, adamw, bf16 = json.loads(out.read_text())["differences"]
+    assert max(sgd.values()) < 1e-6 and max(adamw.values()) < 1e-4 and max(bf16.values()) < 0.1
 
 
 def test_scaling_finds_the_coefficients_it_was_given(capsys):

@@ -10,6 +10,7 @@ grad_norm, lr, tokens (trained), sampler_equal (share of trained tokens whose sa
 the same to the bit), sampler_gap, sampler_gap_max and sampler_kl (how far they are apart, in nats: mean, largest, KL),
 lag_mean and lag_max (optimizer steps between the weights that drew a token and those that were trained on it), and
 hashes. Shares are in [0, 1]; what was not measured is None.
+A run on several ranks (torchrun) adds ranks, their number, to its `train` lines.
 Keys of an `eval` line (on_eval): kind = "eval", step, correct, prompts (counts), completion_length, and kl with kl_low
 and kl_high (to the start policy, per token, 95% by group).
 SFT and DPO have no rewards: their `train` lines lack what comes of them, DPO's add preference_accuracy (share of pairs

@@ -1,5 +1,7 @@
 """Checkpoints: a folder per step with safetensors files and state.json, complete or absent, checked when loaded.
 
+The files hold one group of tensors each or, of a run on several ranks, one rank's shards each; either loads anywhere.
+
 Saving copies the tensors into the system's page cache and returns; a thread then waits for the disk, gives the folder
 its name and removes checkpoints that are too old. Until then the folder has a temporary name and does not count.
 """
@@ -15,7 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyllm.errors import RunError
-from tinyllm.files import commit_folder, read_json, read_tensors, write_errors, write_json, write_tensors
+from tinyllm.files import (
+    commit_folder,
+    read_json,
+    read_shards,
+    read_tensors,
+    write_errors,
+    write_json,
+    write_tensors,
+)
 from tinyllm.hashing import hash_file
 
 if TYPE_CHECKING:
@@ -61,10 +71,16 @@ class Checkpoints:
                         files[f"{name}.safetensors"] = write_tensors(fd, group)
                     finally:
                         os.close(fd)
-            write_json(temporary / "state.json", {"step": step, "files": files, "state": dict(state)})
+            self._commit(step, {"files": files, "state": dict(state)}, keep)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+    def _commit(self, step: int, saved: Mapping[str, Any], keep: int) -> None:
+        """Say what the temporary folder holds, and let a thread make it durable."""
+        path = self.path(step)
+        temporary = path.with_name(f".{path.name}.tmp")
+        write_json(temporary / "state.json", {"step": step, **saved})
         self._thread = threading.Thread(target=self._finish, args=(temporary, path, keep), name=f"checkpoint-{step}")
         self._thread.start()
 
@@ -117,5 +133,8 @@ class Checkpoints:
                 raise RunError(f"{file}: {size:,} bytes instead of {facts['bytes']:,}")
             if hash_file(file) != facts["hash"]:
                 raise RunError(f"{file}: damaged (its checksum does not hold)")
-            tensors[name.removesuffix(".safetensors")] = read_tensors(file)
+            if "shards" not in saved:
+                tensors[name.removesuffix(".safetensors")] = read_tensors(file)
+        if "shards" in saved:
+            tensors = read_shards(path)
         return step, tensors, saved["state"]

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import tinyllm
 from tinyllm.clitext import Command, overview, table, training_help, width
+from tinyllm.cluster.ranks import here, lost, several, speaks
 from tinyllm.config import CONFIGS
 from tinyllm.errors import ConfigError, RunError, TinyLLMError
 from tinyllm.files import FULL
@@ -24,6 +25,20 @@ from tinyllm.files import FULL
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit code; expected failures are one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if not several():
+        return _main(words)
+    try:
+        return _main(words)
+    except Exception as error:
+        if not speaks():  # the ranks that fail because another did say nothing
+            return 1
+        if not lost(error):
+            raise
+        text = str(error).splitlines()[0]
+        return _fail(f"another rank has gone ({text}); look for its last words, then go on with --resume", 1, told=True)
+
+
+def _main(words: list[str]) -> int:
     if logging.lastResort is not None:  # the handler of a program that sets up none; it finds a redirected stderr
         logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     try:
@@ -67,7 +82,10 @@ def _dispatch(words: list[str]) -> int:
     return COMMANDS[words[0]].run(words[1:])
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(message: str, code: int, *, told: bool = False) -> int:
+    """The exit code, after one line on stderr; of several ranks the first to fail says it. told: that is settled."""
+    if not told and not speaks():
+        return code
     lead = "error:" if code != 130 else "stopped:"
     if sys.stderr.isatty():
         lead = f"\033[1;31m{lead}\033[0m"
@@ -114,10 +132,11 @@ def _train(kind: str, words: Sequence[str]) -> int:
         config = load_toml(special["config"], CONFIGS[kind]()) if "config" in special else CONFIGS[kind]()
         config = overlay(config, given)
 
+    from tinyllm.callbacks import Callback
     from tinyllm.progress import show_progress
     from tinyllm.trackers import make_trackers
 
-    callbacks = [show_progress(), *make_trackers(config.run.trackers)]
+    callbacks = [show_progress(), *make_trackers(config.run.trackers)] if here().leads else [Callback()]
     callbacks[0].on_phase("starting")  # importing torch and transformers takes seconds
     from tinyllm.post.run import resume, train
 
@@ -261,8 +280,9 @@ def _replay(words: Sequence[str]) -> int:
     from tinyllm.rundir import RunDir
 
     RunDir.read(given.run)  # a mistake here should not wait for torch
-    display = ReplayProgress()
-    display.on_phase("starting")
+    display = ReplayProgress() if here().leads else None
+    if display:
+        display.on_phase("starting")
     from tinyllm.post.replay import replay
 
     try:
@@ -273,12 +293,14 @@ def _replay(words: Sequence[str]) -> int:
             objective=given.objective,
             reward=given.reward,
             tolerance=given.tolerance,
-            on_step=display.on_replayed,
-            callbacks=[display],
+            on_step=display.on_replayed if display else lambda done, total: None,
+            callbacks=[display] if display else [],
         )
     finally:
-        display.close()
-    print("\n".join(_replay_lines(result, given)))
+        if display:
+            display.close()
+    if display:
+        print("\n".join(_replay_lines(result, given)))
     return 1 if result.divergence else 0
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import struct
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from tinyllm.errors import RunError
-from tinyllm.hashing import hash_json, tensor_bytes
+from tinyllm.hashing import hash_file, hash_json, tensor_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -243,6 +244,43 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     return tensors | {name: tensors[of] for name, of in aliases.items()}
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write groups of sharded tensors, one safetensors file per rank; every rank calls it. Raises OSError."""
+    from torch.distributed import checkpoint
+
+    # A scalar (AdamW's count of steps) cannot be read back by slices
+    flat = {f"{group}/{name}": x if x.ndim else x[None] for group, part in tensors.items() for name, x in part.items()}
+    writer = checkpoint.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        checkpoint.save(flat, storage_writer=writer)
+    except checkpoint.api.CheckpointException as error:
+        faults = [fault for fault, _ in error.failures.values()]
+        raise next((fault for fault in faults if isinstance(fault, OSError)), OSError(str(faults[0]))) from error
+
+
+def read_shards(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Read what write_shards wrote on any number of ranks: groups of whole tensors. Scalars have one element."""
+    import torch
+    from torch.distributed import checkpoint
+
+    reader = checkpoint.HuggingFaceStorageReader(str(folder))
+    found: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    flat = {name: torch.empty(facts.size, dtype=facts.properties.dtype) for name, facts in found.items()}
+    with warnings.catch_warnings():  # it warns that each rank reads for itself
+        warnings.simplefilter("ignore")
+        checkpoint.load(flat, storage_reader=reader, no_dist=True)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in flat.items():
+        group, _, rest = name.partition("/")
+        tensors.setdefault(group, {})[rest] = tensor
+    return tensors
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Size and hash of a file, as write_tensors returns them. Raises OSError."""
+    return {"bytes": path.stat().st_size, "hash": hash_file(path)}
 
 
 # Folders

@@ -168,13 +168,16 @@ def memory_estimate(
     dtype: torch.dtype,
     config: Config | None = None,
     longest: int | None = None,
+    *,
+    ranks: int = 1,
 ) -> MemoryEstimate:
     """What a model takes: its weights; with a run's config, gradients and optimizer; with a longest sequence, the rest.
 
     P parameters in `dtype`, P_t of them trained. Gradients and AdamW's two moments are fp32, 12 bytes per P_t, and
-    bf16 weights have fp32 masters, 4 more; a separate reference model is another P. The key-value cache holds
-    sampling.cache_tokens, or max_batch x longest (tokens, prompt and completion). Activations per token and layer are
-    about 8 H + 5 H_q + 4 I elements (H hidden size, H_q query heads x their size, I feed-forward size), or H with
+    bf16 weights have fp32 masters, 4 more; a separate reference model is another P. On N ranks each has its own weights
+    and reference, and 1/N of gradients, moments and fp32 masters (which all weights have then). The key-value cache
+    holds sampling.cache_tokens, or max_batch x longest (tokens, prompt and completion). Activations per token and layer
+    are about 8 H + 5 H_q + 4 I elements (H hidden size, H_q query heads x their size, I feed-forward size), or H with
     gradient checkpointing and one layer in full: 20% around what was measured for Llama, Qwen 3 and GPT-2 layers.
     """
     import torch
@@ -188,8 +191,11 @@ def memory_estimate(
         return MemoryEstimate(tuple(parts))
     trained = shape.trained(config.lora.rank)
     moments = 2 if config.optimizer.name == "adamw" else 0
-    masters = 1 if dtype == torch.bfloat16 else 0
-    parts += [("gradients", 4 * trained), ("optimizer", 4 * (moments + masters) * trained)]
+    masters = trained if dtype == torch.bfloat16 else 0
+    if ranks > 1:
+        masters = shape.parameters + (trained if config.lora.rank else 0)
+    optimizer = 4 * (moments * trained + masters)
+    parts += [("gradients", 4 * trained // ranks), ("optimizer", optimizer // ranks)]
     if needs_reference_model(config):
         parts.append(("reference model", shape.parameters * size))
     if longest is None:

@@ -142,11 +142,11 @@ def _classes(entry: Any) -> tuple[type, ...]:
 
 
 def load_model(
-    name: str, dtype: str = "auto", device: str = "auto", *, config: Config | None = None
+    name: str, dtype: str = "auto", device: str = "auto", *, config: Config | None = None, ranks: int = 1
 ) -> PreTrainedModel:
     """Load a causal LM from a bundled name, folder or hub id: safetensors only, no remote code, in eval mode.
 
-    With the run's config the memory check counts gradients, optimizer and reference model too.
+    With the run's config the memory check counts gradients, optimizer and reference model too, on one of `ranks`.
     Raises ModelError for what is missing, damaged, too large, or not a causal language model.
     """
     from safetensors import SafetensorError
@@ -156,7 +156,7 @@ def load_model(
     arch = load_config(name, source)
     device = pick_device(device)
     weights = pick_dtype(dtype, device)
-    require_memory(name, memory_estimate(arch, weights, config), device)
+    require_memory(name, memory_estimate(arch, weights, config, ranks=ranks), device)
     options = {"dtype": weights, "use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     try:
         if isinstance(source, Path):

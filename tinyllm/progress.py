@@ -187,7 +187,8 @@ def headline(info: RunInfo) -> str:
         what += f", going on with step {info.first_step}"
     told = []
     if "parameters" in facts:
-        told.append(f"{facts['parameters'] / 1e6:,.1f}M parameters trained in {facts['dtype']} on {facts['device']}")
+        where = f"{facts['ranks']} ranks ({facts['device']})" if "ranks" in facts else facts["device"]
+        told.append(f"{facts['parameters'] / 1e6:,.1f}M parameters trained in {facts['dtype']} on {where}")
     if "train_prompts" in facts:
         rows = {"grpo": "prompts", "sft": "rows", "dpo": "pairs"}[config.kind]
         told.append(f"{facts['train_prompts']:,} {rows} to train on, {facts['held_out_prompts']:,} held out")

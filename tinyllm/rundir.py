@@ -306,6 +306,23 @@ class RunDir:
         elif earlier != text:
             raise RunError(f"{self.path}: {_first_difference(earlier, text, metrics['step'])}")
 
+    def leave_lines(self, step: int, ranks: int) -> None:
+        """Put the lines after `step` aside when they come of another number of ranks, whose last bits differ."""
+        self._writable()
+        rows = self.metrics()
+        later = [row for row in rows if row["step"] > step]
+        if all(row.get("ranks", 1) == ranks for row in later if row.get("kind", "train") == "train"):
+            return
+        aside = self.path / "superseded"
+        with write_errors(aside):
+            aside.mkdir(exist_ok=True)
+        number = 1
+        while (target := aside / f"metrics.{number}.jsonl").exists():
+            number += 1
+        for path, lines in ((target, later), (self.path / "metrics.jsonl", [r for r in rows if r["step"] <= step])):
+            write_atomic(path, "".join(json_text(row) + "\n" for row in lines).encode())
+        self._earlier = {key: text for key, text in self._earlier.items() if key[1] <= step}
+
     def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, of one kind if given. Raises RunError for a damaged line."""
         path = self.path / "metrics.jsonl"

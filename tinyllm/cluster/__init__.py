@@ -1,1 +1,1 @@
-"""Sampling on servers: the rollout client, the proof of what a server runs, and the ways to give it new weights."""
+"""More than one process: sampling on servers (client, publishing, canary), and ranks that train together (FSDP2)."""

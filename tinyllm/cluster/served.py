@@ -12,6 +12,8 @@ from tinyllm.cluster.http import Patience
 from tinyllm.cluster.pool.served_workers import Loop, ServedWorker
 from tinyllm.cluster.pool.workers import Staff
 from tinyllm.cluster.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, Way
+from tinyllm.cluster.ranks import SOLO, Ranks
+from tinyllm.cluster.servers import Confirmed
 from tinyllm.config import EngineConfig
 from tinyllm.engine.head import Policy
 from tinyllm.errors import EngineError
@@ -29,7 +31,8 @@ class ServedEngine:
     """Samples on the servers of a configuration, and publishes the policy's weights to them.
 
     prompts: all that will be sampled; the first is the canary. score: the trainer's log-probabilities at temperature 1.
-    folder: where weights are put, seen by servers too. Raises EngineError for what the servers cannot give.
+    folder: where weights are put, seen by servers too. On several ranks each samples its share, and rank 0 publishes
+    for all. Raises EngineError for what the servers cannot give.
     """
 
     def __init__(
@@ -41,8 +44,9 @@ class ServedEngine:
         params: SamplingParams,
         score: Score,
         folder: Path | None = None,
+        ranks: Ranks = SOLO,
     ) -> None:
-        self.policy = policy
+        self.policy, self.ranks = policy, ranks
         self.loop: Loop | None = None
         self.client = HTTPRolloutClient.connect(
             config.urls,
@@ -100,7 +104,13 @@ class ServedEngine:
 
     def publish(self, revision: Revision) -> None:
         """Every server that samples from now on was seen to run the policy's weights. Raises EngineError."""
-        self.publisher.publish(revision, self.policy, revision.hash if self._same_bits else None)
+        servers = self.client.servers
+
+        def publish() -> list[Confirmed]:
+            self.publisher.publish(revision, self.policy, revision.hash if self._same_bits else None)
+            return servers.confirmed()
+
+        servers.adopt(self.ranks.lead(publish))
 
     def facts(self) -> list[dict[str, Any]]:
         """What each server can give, for the manifest."""

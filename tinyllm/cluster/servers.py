@@ -99,6 +99,10 @@ class Server:
                 self.fence(f"it does not work any more ({error})")
 
 
+Confirmed = tuple[str, str | None, Revision | None, str | None]
+"""Of a server: the name for requests, label and revision it runs, and why it is fenced off."""
+
+
 class Servers:
     """All of them."""
 
@@ -117,6 +121,15 @@ class Servers:
             reasons = "; ".join(f"{server.url}: {server.fenced}" for server in self.all)
             raise EngineError(f"no server is left to sample on ({reasons}); start it again and resume the run")
         return self.live
+
+    def confirmed(self) -> list[Confirmed]:
+        """What each has confirmed, for another process that samples on the same servers."""
+        return [(server.model, server.label, server.revision, server.fenced) for server in self.all]
+
+    def adopt(self, confirmed: Sequence[Confirmed]) -> None:
+        """Take over what another process saw confirmed."""
+        for server, (model, label, revision, fenced) in zip(self.all, confirmed, strict=True):
+            server.model, server.label, server.revision, server.fenced = model, label, revision, fenced
 
     def pick(self, avoid: Server | None = None) -> Server:
         """The one with the fewest requests under way; not the one that just failed, where there is another."""

@@ -187,6 +187,29 @@ def cut(
     return tuple(parts)
 
 
+def deal(batch: Batch, ranks: int) -> list[list[tuple[int, ...]]]:
+    """The micro-batches of each rank: as many for all, () where there is none left; passes side by side are alike.
+
+    Where there are fewer than ranks, the largest are cut between groups.
+    """
+    if ranks == 1:
+        return [list(batch.microbatches)]
+    owner = [number for number, group in enumerate(batch.groups) for _ in group.rollouts]
+    size = [len(p) + len(r.completion.token_ids) for p, r in zip(batch.prompts, batch.rollouts, strict=True)]
+    parts = list(batch.microbatches)
+    while parts and len(parts) < ranks:
+        part = max(parts, key=lambda rows: len({owner[row] for row in rows}))
+        groups = sorted({owner[row] for row in part})
+        if len(groups) == 1:
+            break
+        first = tuple(row for row in part if owner[row] < groups[len(groups) // 2])
+        place = parts.index(part)
+        parts[place : place + 1] = [first, part[len(first) :]]
+    parts.sort(key=lambda rows: -sum(size[row] for row in rows))
+    parts += [()] * (-len(parts) % ranks)
+    return [parts[rank::ranks] for rank in range(ranks)]
+
+
 def padded(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """One tensor per row, [T_b] each -> (values [B, T], mask [B, T])."""
     lengths = torch.tensor([len(part) for part in parts], device=parts[0].device)

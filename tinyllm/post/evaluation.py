@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tinyllm.cluster.ranks import SOLO, Ranks
 from tinyllm.post.grpo import RolloutClient, collect_groups, kl_estimate
 from tinyllm.post.update import Scorer
 from tinyllm.records import Group, Prompt, SamplingParams, Verdict
@@ -19,19 +20,20 @@ def evaluator(
     params: SamplingParams,
     verify: Callable[..., list[Verdict]],
     reference: Callable[[], Scorer | None],
+    ranks: Ranks = SOLO,
 ) -> Callable[[int, Sequence[Group]], dict[str, Any] | None]:
     """Returns evaluate(step, groups): one completion per held-out prompt under `params`, judged.
 
     reference gives the start policy's scorer, or None when the KL is not measured: the k3 estimate per token on the
-    step's own rollouts, so it is that of the policy which sampled them.
+    step's own rollouts, so it is that of the policy which sampled them. Ranks share both kinds of work.
     """
 
     def evaluate(step: int, groups: Sequence[Group]) -> dict[str, Any] | None:
         if not prompts:
             return None
         row: dict[str, Any] = {"kind": "eval", "step": step}
-        row |= start_kl(groups, reference()) if step else dict.fromkeys(("kl", "kl_low", "kl_high"), 0.0)
-        judged = collect_groups(engine, prompts, params, lambda p, c: verify(p, c, step))
+        row |= start_kl(groups, shared(ranks, reference())) if step else dict.fromkeys(("kl", "kl_low", "kl_high"), 0.0)
+        judged = ranks.share(prompts, lambda s: collect_groups(engine, s, params, lambda p, c: verify(p, c, step)))
         rollouts = [r for g in judged for r in g.rollouts]
         scored = [r.verdict for r in rollouts if r.verdict.value is not None]
         correct = [dict(v.parts).get("correct") for v in scored]
@@ -47,6 +49,13 @@ def evaluator(
         return row
 
     return evaluate
+
+
+def shared(ranks: Ranks, scorer: Scorer | None) -> Scorer | None:
+    """A scorer whose sequences the ranks divide among themselves; all have all results."""
+    if ranks.count == 1 or scorer is None:
+        return scorer
+    return lambda sequences: ranks.share(sequences, lambda share: [x.cpu() for x in scorer(share)])
 
 
 def start_kl(groups: Sequence[Group], reference: Scorer | None) -> dict[str, float | None]:

@@ -13,6 +13,7 @@ from tinyllm.config import DPOConfig, SFTConfig
 from tinyllm.configio import check
 from tinyllm.errors import ConfigError, DataError, TrainingStopped
 from tinyllm.post.dpo import DPOStats
+from tinyllm.post.evaluation import shared
 from tinyllm.post.parts import Parts
 from tinyllm.post.source import PromptOrder, Source
 from tinyllm.post.trainer import Evaluate
@@ -88,7 +89,7 @@ class ExampleParts(Parts):
             if not groups:
                 return None
             if self.config.kind == "sft":
-                row = held_out_likelihood(groups, scorer)
+                row = held_out_likelihood(groups, shared(self.ranks, scorer) or scorer)
             else:
                 assert self.reference is not None
                 row = held_out_preference(groups, self.updater.objective, scorer, self.reference)

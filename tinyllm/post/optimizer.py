@@ -2,7 +2,8 @@
 
 Where the model computes in bf16, each parameter has an fp32 master here and is its rounded copy; gradients accumulate
 in fp32. Where it computes in fp32 the parameter is its own master. Sums over whole tensors are taken in fixed blocks,
-so they do not depend on the number of threads.
+so they do not depend on the number of threads. On several ranks each optimizer updates its own shards of fp32 masters,
+and what is asked of it (the norm, a name that is not finite) is of all shards.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from tinyllm.cluster.fsdp import like, local
+from tinyllm.cluster.ranks import SOLO, Ranks
 from tinyllm.config import OptimizerConfig
 
 _SUM_BLOCK = 4096
@@ -40,8 +43,10 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 class Optimizer:
     """Updates the trainable parameters of a model from their accumulated gradients."""
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
-        self.config = config
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, ranks: Ranks = SOLO
+    ) -> None:
+        self.config, self.ranks = config, ranks
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
         assert self.parameters, "nothing to train"
         self.masters: dict[str, Tensor] = {}
@@ -67,7 +72,8 @@ class Optimizer:
         return any(self.masters[name] is not p for name, p in self.parameters.items())
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        """Gradients by name: of this rank's shards, where the parameters are sharded."""
+        return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
         for p in self.parameters.values():
@@ -75,17 +81,20 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """L2 norm over all parameters."""
-        squares = [sum_of_squares(g) for g in self.gradients().values()]
-        return math.sqrt(math.fsum(x.item() for x in squares))
+        squares = [sum_of_squares(g).item() for g in self.gradients().values()]
+        return math.sqrt(math.fsum(x for shards in self.ranks.gather(squares) for x in shards))
 
     def non_finite_gradient(self) -> str | None:
         """Name of the first parameter whose gradient, or its norm in fp32, is not finite."""
-        return next((n for n, g in self.gradients().items() if not math.isfinite(sum_of_squares(g))), None)
+        return self._first(n for n, g in self.gradients().items() if not math.isfinite(sum_of_squares(g)))
 
     @torch.no_grad()
     def non_finite_weight(self) -> str | None:
         """Name of the first parameter with NaN or infinity in it."""
-        return next((n for n, p in self.parameters.items() if not p.sum().isfinite()), None)
+        return self._first(n for n, p in self.parameters.items() if not local(p).sum().isfinite())
+
+    def _first(self, names: Iterable[str]) -> str | None:
+        return next((name for name in self.ranks.gather(next(iter(names), None)) if name is not None), None)
 
     @torch.no_grad()
     def step(self, lr: float, norm: float) -> None:
@@ -121,12 +130,16 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restores what `tensors` gave, bit for bit."""
+        """Restores what `tensors` gave, bit for bit, on any number of ranks; here every tensor is whole."""
+        exact = groups.get("masters", groups["weights"])  # weights in fp32 are their own masters
         for name, p in self.parameters.items():
-            p.copy_(groups["weights"][name])
-            if self.masters[name] is not p:
-                self.masters[name].copy_(groups["masters"][name])
+            p.copy_(like(groups["weights"][name], p))
+            self.masters[name].copy_(like(exact[name], p))
         for key, value in groups["optimizer"].items():
             moment, name = key.split(":", 1)
             master = self.masters[name]
-            self._inner.state[master][moment] = value.clone().to(value.device if moment == "step" else master.device)
+            if moment == "step":  # where a fused kernel reads it; of several ranks' checkpoints it has one element
+                there = master.device if self._inner.defaults.get("fused") else value.device
+                self._inner.state[master][moment] = value.clone().reshape(()).to(there)
+            else:
+                self._inner.state[master][moment] = like(value.clone(), master).to(master.device)

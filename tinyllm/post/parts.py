@@ -20,13 +20,16 @@ import torch
 
 from tinyllm import models
 from tinyllm.callbacks import Callback, Interrupted, RunInfo, RunResult
+from tinyllm.cluster.fsdp import Sharded, shard
+from tinyllm.cluster.ranks import Ranks, here
 from tinyllm.configio import to_dict
 from tinyllm.engine.head import Policy
 from tinyllm.engine.probe import probe
-from tinyllm.errors import ConfigError, RunError, TrainingStopped
+from tinyllm.errors import ConfigError, RunError, TinyLLMError, TrainingStopped
 from tinyllm.hashing import hash_bytes
 from tinyllm.manifest import build_manifest
 from tinyllm.memory import keep_freed_memory, memory_estimate, require_memory
+from tinyllm.post.logprobs import score
 from tinyllm.post.objectives import objective_of
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.source import PromptOrder, Source
@@ -50,7 +53,8 @@ class Parts(ABC):
     """Judges completions; None where rewards are given."""
 
     def __init__(self, config: Any, callbacks: Sequence[Callback]) -> None:
-        self.config, self.callbacks = config, callbacks
+        self.ranks = here()
+        self.config, self.callbacks = config, callbacks if self.ranks.leads else ()
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         self.phase("reading the data")
@@ -111,8 +115,10 @@ class Parts(ABC):
         self.phase("loading the model")
         name, device = config.model.name, models.pick_device(config.model.device)
         weights = models.pick_dtype(config.model.dtype, device)
-        require_memory(name, memory_estimate(models.load_config(name), weights, config, self.longest()), device)
-        model: Any = models.load_model(name, config.model.dtype, device, config=config)
+        count = self.ranks.count
+        need = memory_estimate(models.load_config(name), weights, config, self.longest(), ranks=count)
+        require_memory(name, need, device)
+        model: Any = models.load_model(name, config.model.dtype, device, config=config, ranks=count)
         if device == "cpu":
             keep_freed_memory()
         self.start_hash = models.content_hash(model)
@@ -125,8 +131,10 @@ class Parts(ABC):
         self.probe = probe(self.policy.head_weight.dtype, self.policy.device.type)
         self.use_model()
         self.reference = self._reference()
-        self.optimizer = Optimizer(model.named_parameters(), config.optimizer)
-        self.updater = Updater(self.policy, self.optimizer, config, self.reference)
+        self.sharded: Sharded | None = None if count == 1 else shard(self.policy, score, self.ranks)
+        trained = model if self.sharded is None else self.sharded.model
+        self.optimizer = Optimizer(trained.named_parameters(), config.optimizer, self.ranks)
+        self.updater = Updater(self.policy, self.optimizer, config, self.reference, self.sharded, self.ranks)
 
     def _reference(self) -> Scorer | None:
         """Scores under the policy of the KL term (the start policy, or another model); None where it is not held."""
@@ -182,6 +190,7 @@ class Parts(ABC):
                 "parameters": sum(p.numel() for p in self.optimizer.parameters.values()),
                 "dtype": str(self.policy.head_weight.dtype).removeprefix("torch."),
                 "device": self.policy.device.type,
+                **({"ranks": self.ranks.count} if self.sharded is not None else {}),
                 **self.own_facts(),
             },
         )
@@ -197,7 +206,16 @@ class Parts(ABC):
                 )
 
     def weights_hash(self) -> str:
-        return models.weights_hash(self.policy.model, self.start_hash)
+        """Of the weights as they are now; those that are trained in shards are made whole first, on every rank."""
+        if self.sharded is not None:
+            self.sharded.copy_to(self.policy.model)
+        own = models.weights_hash(self.policy.model, self.start_hash)
+        if len(set(self.ranks.gather(own))) > 1:
+            raise TinyLLMError(
+                "the ranks have different weights, so they did not train the same batches; give all of them the same "
+                "model, data and packages, and resume from the last checkpoint"
+            )
+        return own
 
     def train(self, run: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
         config = self.config
@@ -214,13 +232,14 @@ class Parts(ABC):
                 weights_hash=self.weights_hash,
                 reference_hash=self.reference_hash,
                 revision=revision,
-                evaluate=self.evaluator(),
-                keep_best=lambda step: models.save_model(self.policy.model, self.tokenizer, run.path / "best"),
+                evaluate=_agreed(self.ranks, self.evaluator()),
+                keep_best=lambda step: self._save_model(run, "best"),
                 callbacks=self.callbacks,
                 progress=progress,
                 recorded=frozenset(recorded),
                 position=lambda: order.trained,
-                stop_requested=stop_requested,
+                stop_requested=lambda: any(self.ranks.gather(stop_requested())),
+                ranks=self.ranks,
             )
             facts = {name: fact for name, fact in self.manifest()["facts"].items() if name != "verifier"}
             info = RunInfo(run.path, config, progress.step + 1, facts)
@@ -247,19 +266,27 @@ class Parts(ABC):
         from tinyllm.report import write_report
 
         self.phase("saving the model")
-        models.save_model(self.policy.model, self.tokenizer, run.path / "model")
+        self._save_model(run, "model")
         if trainer.progress.best_step == trainer.progress.step:  # then model/ is the best, and best/ an older one
             shutil.rmtree(run.path / "best", ignore_errors=True)
-        run.checkpoints.wait()
+        self.ranks.lead(run.checkpoints.wait)
         evals = run.metrics("eval")
         return RunResult(
             run_dir=run.path,
             before=evals[0] if evals else None,
             after=evals[-1] if evals else None,
-            plot=write_report(run),
+            plot=self.ranks.lead(lambda: write_report(run)),
             model_dir=run.path / "model",
             best_step=trainer.progress.best_step,
         )
+
+    def _save_model(self, run: RunDir, name: str) -> None:
+        self.ranks.lead(lambda: models.save_model(self.policy.model, self.tokenizer, run.path / name))
+
+
+def _agreed(ranks: Ranks, evaluate: Evaluate) -> Evaluate:
+    """The evaluation of all ranks; what rank 0 makes of it counts, since what to do next depends on it."""
+    return lambda step, groups: ranks.gather(evaluate(step, groups))[0]
 
 
 def _stopped_early(trainer: Trainer) -> bool:

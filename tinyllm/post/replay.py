@@ -19,6 +19,7 @@ import torch
 
 from tinyllm import models
 from tinyllm.callbacks import Callback
+from tinyllm.cluster.fsdp import like, local
 from tinyllm.config import Config, EngineConfig, GRPOConfig, PoolConfig
 from tinyllm.configio import overlay
 from tinyllm.engine.engine import Engine
@@ -102,14 +103,14 @@ def replay(
                 break
         if divergence is None and player.compare:
             divergence = player.final_model(last)
-        written = player.write_what_if(objective, reward) if not player.compare else None
+        written = None if player.compare else parts.ranks.lead(lambda: player.write_what_if(objective, reward))
     finally:
         parts.close()
     now = parts.manifest()
     conditions = [
         c
         for c in compare_manifests(run.manifest, now)
-        if c[0].partition(".")[0] in ("hashes", "probe", "versions", "machine")
+        if c[0].partition(".")[0] in ("hashes", "probe", "versions", "machine") or c[0] == "facts.ranks"
     ]
     return ReplayResult(tuple(range(first, first + done)), divergence, tuple(conditions), written)
 
@@ -201,7 +202,7 @@ class _Player:
         if found := self._verified(step, groups, judged):
             return found
         batch, result, revision = self._train(step, groups)
-        if not self.run.derived_path(step).exists():
+        if self.parts.ranks.leads and not self.run.derived_path(step).exists():
             self.run.write_derived(step, *derived_columns(batch, result))
         return self._compared(step, batch, result, revision)
 
@@ -291,7 +292,7 @@ class _Player:
         for hop, was, now in pairs:
             if was != now:
                 return Divergence(step, hop, None, was, now)
-        return self._checkpoint(step)
+        return next((found for found in self.parts.ranks.gather(self._checkpoint(step)) if found), None)
 
     def _log_probabilities(
         self, step: int, batch: Batch, result: UpdateResult, row: dict[str, Any]
@@ -335,10 +336,11 @@ class _Player:
             return Divergence(step, "checkpoint", str(error), "whole", "damaged")
         for group, tensors in self.parts.optimizer.tensors().items():
             for name, tensor in tensors.items():
+                own = local(tensor).cpu()
                 was = saved.get(group, {}).get(name)
-                if was is None or not torch.equal(was.cpu(), tensor.cpu()):
+                if was is None or not torch.equal(local(like(was.reshape(tensor.shape), tensor)).cpu(), own):
                     recorded = None if was is None else hash_tensor(was)
-                    return Divergence(step, "checkpoint", f"{group} {name}", recorded, hash_tensor(tensor))
+                    return Divergence(step, "checkpoint", f"{group} {name}", recorded, hash_tensor(own))
         return None
 
     def final_model(self, last: int) -> Divergence | None:

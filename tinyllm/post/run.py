@@ -13,7 +13,9 @@ from typing import Any
 from tinyllm import models, rewards, tasks
 from tinyllm.callbacks import Callback, RunResult
 from tinyllm.cluster.pool.ray_workers import require_ray
+from tinyllm.cluster.ranks import here
 from tinyllm.cluster.served import ServedEngine
+from tinyllm.cluster.shared_run import shared_run
 from tinyllm.config import Config, GRPOConfig
 from tinyllm.configio import make_config
 from tinyllm.engine.engine import Engine
@@ -40,11 +42,13 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None, callbacks
     reward: a reward function as a Python object, instead of config.reward.functions. Raises the errors of errors.py:
     before any work for a user's mistake, later with everything saved.
     """
-    path = Path(config.run.dir) if config.run.dir else new_run_path()
-    RunDir.require_free(path)  # before anything is loaded
+    ranks = here()
+    # Before anything is loaded
+    path = ranks.lead(lambda: RunDir.require_free(Path(config.run.dir) if config.run.dir else new_run_path()))
     parts = make_parts(config, reward, callbacks)
     try:
-        with RunDir.create(path, parts.manifest()) as run:
+        manifest = parts.manifest()
+        with shared_run(ranks, lambda: RunDir.create(path, manifest)) as run:
             return parts.train(run, Progress(), recorded=[])
     finally:
         parts.close()
@@ -63,7 +67,8 @@ def resume(
     engine: options of this section that are others now, as {"urls": ("http://127.0.0.1:8001",)}; the record keeps
     those of the start.
     """
-    with RunDir.open(path) as run:
+    ranks = here()
+    with shared_run(ranks, lambda: RunDir.open(path)) as run:
         parts = make_parts(make_config(run.config, engine=engine) if engine else run.config, reward, callbacks)
         try:
             parts.require_same_start(run)
@@ -72,8 +77,13 @@ def resume(
                 _, tensors, state = run.load_checkpoint()
                 parts.optimizer.load(tensors)
                 progress = Progress(**state["progress"])
-            run.require_logged(progress.step)
-            return parts.train(run, progress, recorded=run.take_recorded(progress.step))
+
+            def recorded() -> list[int]:
+                run.require_logged(progress.step)
+                run.leave_lines(progress.step, ranks.count)
+                return run.take_recorded(progress.step)
+
+            return parts.train(run, progress, ranks.lead(recorded))
         finally:
             parts.close()
 
@@ -147,6 +157,7 @@ class GRPOParts(Parts):
             prompts,
             self.params,
             score=lambda prompt, ids: scorer([(prompt, ids)])[0].tolist(),
+            ranks=self.ranks,
         )
 
     def train(self, run: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
@@ -181,8 +192,9 @@ class GRPOParts(Parts):
         further: InlineSource | PoolSource
         if self.pool is None:
             further = InlineSource(
-                self.engine, order, self.params, self.verify, self.config, first_step=first, on_phase=self.phase
-            )
+                self.engine, order, self.params, self.verify, self.config,
+                first_step=first, on_phase=self.phase, ranks=self.ranks,
+            )  # fmt: skip
         else:
             further = PoolSource(
                 run, self.pool, order, self.params, self.config,
@@ -202,7 +214,7 @@ class GRPOParts(Parts):
         prompts = self.data.held_out[: self.config.eval.prompts or None]
         greedy = replace(self.params, n=1, temperature=0.0)
         reference = self.start_scorer if self.reference is None and self.config.eval.every else lambda: self.reference
-        return evaluator(self.engine, prompts, greedy, self.verify, reference)
+        return evaluator(self.engine, prompts, greedy, self.verify, reference, self.ranks)
 
 
 @dataclass

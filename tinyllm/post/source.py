@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from tinyllm.cluster.ranks import SOLO, Ranks
 from tinyllm.config import GRPOConfig, TrainConfig
 from tinyllm.errors import TrainingStopped
 from tinyllm.post.batch import Rules, has_signal
@@ -136,7 +137,8 @@ class InlineSource:
     """Samples with the policy as it is when the step begins, verifies, and hands the groups on.
 
     With dynamic sampling, groups without signal are replaced by those of further prompts, at most train.max_refills
-    times; every group drawn is handed on and recorded, and make_batch keeps those with signal.
+    times; every group drawn is handed on and recorded, and make_batch keeps those with signal. On several ranks each
+    samples and verifies its share of the prompts, and hands on the groups of all.
     """
 
     def __init__(
@@ -149,8 +151,10 @@ class InlineSource:
         *,
         first_step: int = 1,
         on_phase: Callable[[str], None] = lambda phase: None,
+        ranks: Ranks = SOLO,
     ) -> None:
         self.engine, self.order, self.params, self.verify = engine, order, params, verify
+        self.ranks = ranks
         self.train, self.rules = config.train, Rules.of(config)
         self.first_step, self.on_phase = first_step, on_phase
         self.seconds: dict[str, float] = {}
@@ -198,7 +202,27 @@ class InlineSource:
 
         begin, before = time.perf_counter(), self.seconds["verify_s"]
         self.on_phase("sampling")
-        groups = collect_groups(self.engine, prompts, replace(self.params, step=step), verify)
+        params = replace(self.params, step=step)
+        groups = self.ranks.share(prompts, lambda share: collect_groups(self.engine, share, params, verify))
         self.seconds["sample_s"] += time.perf_counter() - begin - (self.seconds["verify_s"] - before)
-        self._book.add(getattr(self.verify, "logged", Logged()), judged, groups)
+        logged: Logged = getattr(self.verify, "logged", Logged()) if judged else Logged()
+        completions, logged = _joined(self.ranks.gather((judged, logged)))
+        self._book.add(logged, completions, groups)
         return groups
+
+
+def _joined(parts: Sequence[tuple[list[Completion], Logged]]) -> tuple[list[Completion], Logged]:
+    """What the ranks judged and logged, one after the other: the columns joined, a number the mean of theirs."""
+    if len(parts) == 1:
+        return parts[0]
+    completions = [c for judged, _ in parts for c in judged]
+    extras = {
+        name: [x for judged, own in parts for x in own.extras.get(name, [None] * len(judged))]
+        for name in dict.fromkeys(name for _, own in parts for name in own.extras)
+    }
+    numbers: dict[str, list[float]] = {}
+    for _, own in parts:
+        for name, number in own.metrics.items():
+            if math.isfinite(number):
+                numbers.setdefault(name, []).append(number)
+    return completions, Logged({name: sum(x) / len(x) for name, x in numbers.items()}, extras)

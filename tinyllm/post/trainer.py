@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinyllm.callbacks import Callback, Interrupted
+from tinyllm.cluster.ranks import SOLO, Ranks
 from tinyllm.config import Config
 from tinyllm.errors import TinyLLMError, TrainingStopped
 from tinyllm.hashing import hash_json
@@ -73,6 +74,7 @@ class Trainer:
     position: Callable[[], int] = lambda: 0
     """Prompts the source has taken so far."""
     stop_requested: Callable[[], bool] = lambda: False
+    ranks: Ranks = SOLO
 
     def loop(self, source: Source) -> None:
         """Trains until the source ends. Raises Interrupted or TrainingStopped with everything saved."""
@@ -97,6 +99,8 @@ class Trainer:
             timing["publish_s"] = time.perf_counter() - begin
             self.progress.step, self.progress.position = step, self.position()
             metrics = step_metrics(objective, step, groups, batch, result, self.revision, lr, source.logged.metrics)
+            if self.ranks.count > 1:  # sums over another number of ranks have other last bits
+                metrics["ranks"] = self.ranks.count
             self.run.write_derived(step, *derived_columns(batch, result))
             self.run.log(metrics)
             timing |= {"step_s": time.perf_counter() - clock, "sampled_tokens": sampled_tokens(groups)}

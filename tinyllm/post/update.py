@@ -3,6 +3,9 @@
 Micro-batches change nothing but memory: every row is scored with the same bits whatever it is packed with, and the
 denominator is that of the whole step. A step whose loss or gradient is not finite leaves the weights as they were.
 
+On several ranks every rank has the same batch, and does the passes over its own share of the micro-batches; gradients,
+losses and statistics are sums over all of them.
+
 Legend: B rows, T completion tokens (padded), P predicted tokens of a micro-batch.
 """
 
@@ -12,17 +15,19 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tinyllm.cluster.ranks import SOLO, Ranks
 from tinyllm.config import Config
 from tinyllm.engine.head import Policy
 from tinyllm.errors import TrainingStopped
-from tinyllm.hashing import hash_tensor, hash_tensors
-from tinyllm.post.batch import Batch
-from tinyllm.post.logprobs import pack_targets, score
+from tinyllm.hashing import hash_json, hash_tensor, hash_tensors
+from tinyllm.post.batch import Batch, deal
+from tinyllm.post.logprobs import Targets, pack_targets, score
 from tinyllm.post.objectives import objective_of
 from tinyllm.post.optimizer import Optimizer
 
@@ -50,10 +55,19 @@ class UpdateResult:
 
 
 class Updater:
-    """Turns batches into optimizer steps."""
+    """Turns batches into optimizer steps. forward: a pass with gradient, where the weights lie in shards."""
 
-    def __init__(self, policy: Policy, optimizer: Optimizer, config: Config, reference: Scorer | None = None) -> None:
-        self.policy, self.optimizer = policy, optimizer
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: Optimizer,
+        config: Config,
+        reference: Scorer | None = None,
+        forward: Callable[[Targets, float], tuple[Tensor, Tensor]] | None = None,
+        ranks: Ranks = SOLO,
+    ) -> None:
+        self.policy, self.optimizer, self.ranks = policy, optimizer, ranks
+        self.forward = forward or partial(score, policy)
         self.objective = objective_of(config)
         self.reference = reference if self.objective.needs_reference else None
         assert not self.objective.needs_reference or reference is not None, "the loss needs a reference"
@@ -78,6 +92,7 @@ class Updater:
             self.optimizer.step(lr, result.grad_norm)
             result = replace(result, updates=number + 1)
         self.optimizer.zero_grad()
+        first = _merged(self.ranks, first)
         hashes = {**result.hashes, "logprobs": hash_tensor(_joined(first)), "advantages": hash_tensor(batch.advantages)}
         stats = _with_gap(result.stats, gap) if self.objective.updates_per_batch > 1 else result.stats
         return replace(result, stats=stats, hashes=hashes, logprobs=first)
@@ -99,7 +114,10 @@ class Updater:
     ) -> UpdateResult:
         loss, entropy_sum, entropy_count, stats = 0.0, 0.0, 0, self.objective.empty
         trouble = None
-        for rows in batch.microbatches:
+        for rows in deal(batch, self.ranks.count)[self.ranks.rank]:
+            if not rows:
+                self._idle(batch)
+                continue
             part, part_stats, entropy, logp = self._backward(batch, rows, first, references)
             if not math.isfinite(part) and trouble is None:
                 trouble = _locate(batch, rows, logp, part)
@@ -107,10 +125,14 @@ class Updater:
             stats = stats + part_stats
             entropy_sum += float(entropy.sum(dtype=torch.float64))
             entropy_count += len(entropy)
+        sums = self.ranks.gather((loss, entropy_sum, entropy_count, stats, trouble))
+        loss, entropy_sum, entropy_count = (sum(each) for each in list(zip(*sums, strict=True))[:3])
+        stats = sum((each[3] for each in sums), self.objective.empty)
+        trouble = next((each[4] for each in sums if each[4] is not None), None)
         norm = self.optimizer.gradient_norm()
         if trouble is None and not math.isfinite(norm):
             trouble = f"gradient of {self.optimizer.non_finite_gradient()}"
-        gradient = hash_tensors(self.optimizer.gradients()) if trouble is None else ""
+        gradient = _gradient_hash(self.ranks, self.optimizer) if trouble is None else ""
         entropy_mean = entropy_sum / entropy_count if entropy_count else None
         return UpdateResult(stats, loss, norm, entropy_mean, updates, trouble, {"gradient": gradient})
 
@@ -119,7 +141,7 @@ class Updater:
     ) -> tuple[float, Any, Tensor, Sequence[Tensor]]:
         sequences = [(batch.prompts[row], batch.rollouts[row].completion.token_ids) for row in rows]
         targets = pack_targets(sequences, self.policy.device)
-        logp, entropy = score(self.policy, targets, self.objective.temperature)
+        logp, entropy = self.forward(targets, self.objective.temperature)
         parts = logp.split(list(targets.lengths))
         for row, part in zip(rows, parts, strict=True):
             first.setdefault(row, part.detach())
@@ -130,6 +152,26 @@ class Updater:
         loss, stats = self.objective.loss(batch, rows, parts, old, held)
         loss.backward()
         return loss.item(), stats, entropy, parts
+
+    def _idle(self, batch: Batch) -> None:
+        """A pass that adds nothing, while other ranks have rows: gathering shards takes all of them."""
+        row = batch.microbatches[0][0]
+        one_token = (batch.prompts[row][:1], batch.rollouts[row].completion.token_ids[:1])
+        logp, _ = self.forward(pack_targets([one_token], self.policy.device), self.objective.temperature)
+        (logp.sum() * 0.0).backward()
+
+
+def _merged(ranks: Ranks, own: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The rows of all ranks."""
+    if ranks.count == 1:
+        return own
+    return {row: x for rows in ranks.gather({row: x.cpu() for row, x in own.items()}) for row, x in rows.items()}
+
+
+def _gradient_hash(ranks: Ranks, optimizer: Optimizer) -> str:
+    """Of the whole gradient; of the list of its shards, where it is sharded."""
+    hashes = ranks.gather(hash_tensors(optimizer.gradients()))
+    return hashes[0] if len(hashes) == 1 else hash_json(hashes)
 
 
 def model_scorer(policy: Policy, temperature: float, budget: int) -> Scorer:

@@ -1,0 +1,166 @@
+"""The processes that train one model together: torchrun starts them, and here they meet and hand records around.
+
+    torchrun --nproc-per-node 2 -m tinyllm grpo ...
+
+Without torchrun (WORLD_SIZE unset or 1) there is one rank, SOLO: nothing distributed is imported or run. What passes
+here is small (records, sums, names); weights and gradients go through fsdp.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from tinyllm.errors import ConfigError, TinyLLMError
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+PATIENCE = timedelta(hours=2)
+"""How long a rank waits for the others, who may be sampling. One that died is noticed at once, without this."""
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Timeout")
+"""What a collective says when another process has gone (gloo, the store)."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among those that train together. Every rank calls the methods in the same order."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that records, logs, saves and shows."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks, on every rank."""
+        if self.count == 1:
+            return [value]
+        from torch import distributed
+
+        values: list[Any] = [None] * self.count
+        distributed.all_gather_object(values, value)
+        return values
+
+    def lead(self, work: Callable[[], T]) -> T:
+        """What rank 0 makes of `work`, on every rank; an expected failure is raised on all of them."""
+        if self.count == 1:
+            return work()
+        return _values(self.gather(_attempt(work) if self.leads else None)[:1])[0]
+
+    def share(self, items: Sequence[U], work: Callable[[Sequence[U]], Sequence[T]]) -> list[T]:
+        """work(items), one result per item: each rank does every count-th item, and every rank has all results."""
+        if self.count == 1:
+            return list(work(items))
+        mine = items[self.rank :: self.count]
+        results: list[Any] = [None] * len(items)
+        parts = _values(self.gather(_attempt(lambda: list(work(mine)) if mine else [])))
+        for rank, part in enumerate(parts):
+            results[rank :: self.count] = part
+        return results
+
+
+SOLO = Ranks()
+"""Training in one process."""
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, TinyLLMError | None]:
+    try:
+        return work(), None
+    except TinyLLMError as error:
+        return None, type(error)(str(error))
+
+
+def _values(outcomes: Sequence[Any]) -> list[Any]:
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [value for value, _ in outcomes]
+
+
+@functools.cache
+def here() -> Ranks:
+    """The ranks this process belongs to, joined at the first call. Raises ConfigError for half an environment."""
+    if not several():
+        return SOLO
+    count, rank, local = _number("WORLD_SIZE"), _number("RANK"), _number("LOCAL_RANK")
+    import torch
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        gpus = torch.cuda.device_count()
+        if gpus and local < gpus:
+            torch.cuda.set_device(local)
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        store = distributed.PrefixStore("ranks", _store())
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+        atexit.register(_leave)
+    if rank:
+        logging.getLogger("tinyllm").setLevel(logging.ERROR)  # rank 0 warns for all
+    return Ranks(rank, count)
+
+
+def _leave() -> None:
+    from torch import distributed
+
+    with suppress(Exception):  # the others may have gone already, which is why we go
+        distributed.destroy_process_group()
+
+
+def _setting(name: str) -> str:
+    text = os.environ.get(name)
+    if not text:
+        raise ConfigError(f"WORLD_SIZE = {os.environ.get('WORLD_SIZE')} but {name} is not set; start with torchrun")
+    return text
+
+
+def _number(name: str) -> int:
+    text = _setting(name)
+    if not text.isdecimal():
+        raise ConfigError(f"{name} = {text!r} in the environment is not a number; start with torchrun")
+    return int(text)
+
+
+@functools.cache
+def _store() -> Any:
+    """The key-value store that torchrun (or rank 0) holds for all ranks."""
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        _setting(name)
+    from torch import distributed
+
+    store, _, _ = next(distributed.rendezvous("env://", timeout=timedelta(minutes=5)))
+    return store
+
+
+def several() -> bool:
+    """Whether the environment says that this is one of several ranks."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+
+
+def speaks() -> bool:
+    """Whether this process tells of its failure: the first rank that fails does, so that it is told once."""
+    if not several():
+        return True
+    try:
+        return _store().add("failed", 1) == 1
+    except TinyLLMError:
+        return True  # not started by torchrun: nobody else can be asked
+    except Exception:  # noqa: BLE001 - whoever held the store has gone
+        return os.environ.get("RANK") == "0"
+
+
+def lost(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has gone."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"DistError", "DistNetworkError", "DistStoreError"}) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+    )
