@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 from tinyllm.cluster.pool.workers import WorkerDied
 from tinyllm.errors import ConfigError, EngineError
@@ -141,7 +141,7 @@ class RayWorker:
 
         self._build, self._node = build, node
         actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(_Host)
-        self._actor: Any = actor.remote()
+        self._actor = cast(Any, actor.remote())
         self._identity: Future[tuple[str, int]] = self._actor.identity.remote().future()
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
