@@ -302,7 +302,8 @@ def test_the_best_split_is_the_fastest_that_fits():
     planned = make_job(
         given.config, SEVEN_B, torch.bfloat16, prompt_tokens=512.0, completion_tokens=1024.0, longest=2560
     )
-    rates = replace(GPU, memory=Rate(80 * 2**30, "given", "x"), verify=Rate(0.001, "given", "x"))
+    memory, disk, verify = (Rate(x, "given", "x") for x in (80 * 2**30, 1e11, 0.001))
+    rates = replace(GPU, memory=memory, disk=disk, verify=verify)
     plan = make_plan(given, planned, Layout(trainers=8, max_lag=2), rates)
     assert [split.layout.max_lag for split in plan.best] == [0, 2]
     for split in plan.best:
@@ -313,6 +314,8 @@ def test_the_best_split_is_the_fastest_that_fits():
                 seconds = step_seconds(stage_seconds(step_hops(planned, other, rates), other), other.max_lag)
                 assert seconds >= split.step_s
     assert plan.best[1].layout.engines > 0, "with lag, engines of their own overlap"
+    slow = make_plan(given, planned, plan.layout, replace(rates, disk=Rate(1e9, "given", "x")))
+    assert slow.best[1].layout.engines == 0, "weights through a slow disk cost more than the overlap brings"
 
 
 # Rates

@@ -32,7 +32,8 @@ EFFICIENCY = 0.4
 """Share of a plain matrix product's rate, and of memory bandwidth, that sampling and training reach. A step of the
 bundled model takes 2.1 times its floor on two CPU cores, which is 0.48 (docs/benchmarks.md)."""
 RECORD_BYTES_PER_TOKEN = 16
-"""Rollouts and derived columns on disk, prompts included: 13 to 16 were seen in runs of the arithmetic task."""
+"""Rollouts and derived columns on disk. Nine were seen in a run of the arithmetic task; texts that vary more compress
+less."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,8 @@ def _rates_table(plan: Plan) -> Table:
 
 
 def _room_table(room: Room) -> Table:
-    table = _table(f"memory of {'each of ' if room.count > 1 else ''}{room.count} {room.device}", "GiB", "basis", "how")
+    whose = f"each of {room.count} {room.device}s" if room.count > 1 else f"the {room.device}"
+    table = _table(f"memory of {whose}", "GiB", "basis", "how")
     for part in room.parts:
         table.add_row(part.name, f"{part.bytes / 2**30:.2f}", part.basis, part.how)
     basis = "extrapolated" if any(part.basis == "extrapolated" for part in room.parts) else "computed"
