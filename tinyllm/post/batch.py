@@ -99,6 +99,18 @@ class Batch:
     def has_signal(self) -> bool:
         return bool(self.microbatches)
 
+    def is_current(self, row: int) -> bool:
+        """Whether all of a row was drawn from the weights that are trained on it.
+
+        Not so where an update came in between: the tokens after it were drawn on what older weights left in the cache.
+        """
+        spans = self.rollouts[row].completion.all_spans
+        return self.revision is None or all(span.revision == self.revision for span in spans)
+
+
+def has_signal(self) -> bool:
+        return bool(self.microbatches)
+
     def current_tokens(self, row: int) -> Tensor:
         """Which tokens of a row were drawn from the weights that are trained on it: [T] bool."""
         spans = self.rollouts[row].completion.all_spans
