@@ -108,16 +108,6 @@ class Batch:
         return self.revision is None or all(span.revision == self.revision for span in spans)
 
 
-def has_signal(self) -> bool:
-        return bool(self.microbatches)
-
-    def current_tokens(self, row: int) -> Tensor:
-        """Which tokens of a row were drawn from the weights that are trained on it: [T] bool."""
-        spans = self.rollouts[row].completion.all_spans
-        current = [self.revision in (None, span.revision) for span in spans]
-        return torch.tensor(current).repeat_interleave(torch.tensor([span.end - span.start for span in spans]))
-
-
 def has_signal(group: Group, rules: Rules) -> bool:
     """Whether the members of a group were judged differently: only then its advantages are not all 0."""
     values = {r.reward for r in group.rollouts if _counted(r, rules)}
