@@ -34,14 +34,14 @@ class Plan:
     model: str = "smollm2-135m-instruct"
     seed: int = 0
     threads: int | None = None
-    examples: int = 320
+    examples: int = 360
     prompts: int = 4000
     shifted: int = 100
     epochs: float = 2.0
     sft_lr: float = 1e-4
     pair_steps: int = 3
     dpo_lr: float = 2e-6
-    grpo_steps: int = 38
+    grpo_steps: int = 54
     grpo_lr: float = 1.5e-5
     prompts_per_step: int = 16
     group_size: int = 8
