@@ -72,6 +72,7 @@ class RayCluster:
 def _connect(address: str | None, workers: int, store_bytes: int) -> None:
     import ray
 
+    logging.getLogger("ray").setLevel(logging.ERROR)
     options: dict[str, Any] = {"address": address or "local", "include_dashboard": False, "log_to_driver": False}
     options |= {"logging_level": logging.ERROR, "configure_logging": False}
     if address is None:  # so many processes are started at once; workers ask for no CPUs, so they always find a place
