@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
+
 from tinyllm.cluster.pool.workers import WorkerDied
 from tinyllm.errors import ConfigError, EngineError
 
@@ -77,6 +79,7 @@ def _connect(address: str | None, workers: int, store_bytes: int) -> None:
     options |= {"logging_level": logging.ERROR, "configure_logging": False}
     if address is None:  # so many processes are started at once; workers ask for no CPUs, so they always find a place
         options |= {"num_cpus": workers, "object_store_memory": store_bytes, "_system_config": _LOCAL}
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
     for attempt in range(1, _STARTS + 1):
         try:
             with _environment():
@@ -85,6 +88,9 @@ def _connect(address: str | None, workers: int, store_bytes: int) -> None:
         except (Exception, SystemExit) as error:
             with suppress(Exception):
                 ray.shutdown()
+            for child in psutil.Process().children(recursive=True):  # Ray leaves what it had started by then
+                if child.pid not in others:
+                    child.kill()
             if address is not None or attempt == _STARTS:
                 remedy = "check pool.ray_address" if address else "see the logs in /tmp/ray/session_latest/logs"
                 raise EngineError(f"Ray did not start: {' '.join(str(error).split())[:300]}; {remedy}") from error
