@@ -6,7 +6,7 @@ next weights are put in place under the keys and values that are there, as it wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ Pattern = tuple[tuple[int, int], ...]
 class Versions:
     """The trained weights of the last revisions."""
 
-    def __init__(self, parameters: dict[str, Tensor], count: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], count: int) -> None:
         self.parameters, self.count = parameters, count
         self.kept: dict[int, dict[str, Tensor]] = {}
 

@@ -147,8 +147,8 @@ class RayWorker:
         import ray
 
         self._build, self._node = build, node
-        actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(_Host)
-        self._actor: Any = actor.remote()
+        actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(_Host)
+        self._actor = actor.remote()
         self._identity: Future[tuple[str, int]] = self._actor.identity.remote().future()
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
