@@ -54,7 +54,7 @@ def test_nothing_is_said_where_next_to_nothing_was_dropped():
         ({"tokens": 40}, "dropped groups were longer than those trained on (40 against 10 tokens), so training leans towards short completions"),
         ({"tokens": 2}, "were shorter than"),
         ({"seconds": 30.0}, "were slower than those trained on (30.5 against 1.5 seconds), so training leans towards quick groups"),
-        ({"prompt": "3"}, "were harder than those trained on (0.1 against 0.44 mean reward), so training leans towards easy prompts"),
+        ({"prompt": "3"}, "were harder than those trained on (0.1 against 0.443 mean reward), so training leans towards easy prompts"),
     ],
 )  # fmt: skip
 def test_what_differs_is_said_in_plain_words(change, said):

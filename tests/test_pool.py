@@ -82,6 +82,17 @@ def gone(pid):
     return False
 
 
+@pytest.fixture
+def train(home, tmp_path):
+    """train(name, reward, **options) -> the result of a run in a folder of that name."""
+
+    def run(name, reward, callbacks=(), **options):
+        config = tiny.config(home / "model", home / "rows.jsonl", tmp_path / name, **options)
+        return runs.train(config, reward=reward, callbacks=callbacks)
+
+    return run
+
+
 class At(Callback):
     """Does something after a step."""
 

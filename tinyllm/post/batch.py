@@ -99,11 +99,13 @@ class Batch:
     def has_signal(self) -> bool:
         return bool(self.microbatches)
 
-    def current_tokens(self, row: int) -> Tensor:
-        """Which tokens of a row were drawn from the weights that are trained on it: [T] bool."""
+    def is_current(self, row: int) -> bool:
+        """Whether all of a row was drawn from the weights that are trained on it.
+
+        Not so where an update came in between: the tokens after it were drawn on what older weights left in the cache.
+        """
         spans = self.rollouts[row].completion.all_spans
-        current = [self.revision in (None, span.revision) for span in spans]
-        return torch.tensor(current).repeat_interleave(torch.tensor([span.end - span.start for span in spans]))
+        return self.revision is None or all(span.revision == self.revision for span in spans)
 
 
 def has_signal(group: Group, rules: Rules) -> bool:

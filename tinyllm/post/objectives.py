@@ -83,11 +83,8 @@ class GRPOObjective:
         return make_batch(groups, self.rules)
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
-        """The first pass's for tokens of the weights that are trained; of older weights those recorded at sampling."""
-        current = batch.current_tokens(row).to(first.device)
-        if current.all():
-            return first
-        return torch.where(current, first, _recorded(batch.rollouts[row].completion, first.device))
+        """The first pass's for a row that the trained weights drew; where older ones had a part, what was recorded."""
+        return first if batch.is_current(row) else _recorded(batch.rollouts[row].completion, first.device)
 
     def loss(
         self,
@@ -110,7 +107,7 @@ class GRPOObjective:
             denominator=batch.denominator,
             **self.axes,
         )
-        older = sum(int((~batch.current_tokens(row)).sum()) for row in rows)
+        older = sum(len(batch.rollouts[row].completion.token_ids) for row in rows if not batch.is_current(row))
         return loss, _without_older(stats, older)
 
     def metrics(
@@ -138,7 +135,7 @@ def _recorded(completion: Completion, device: torch.device) -> Tensor:
 
 
 def _without_older(stats: ObjectiveStats, older: int) -> ObjectiveStats:
-    """The sampler gap is that of the weights which are trained: for older tokens both sides are the record, gap 0."""
+    """The sampler gap is that of the weights which are trained: for older rows both sides are the record, gap 0."""
     if not older:
         return stats
     share = (stats.gap_tokens - older) / stats.gap_tokens

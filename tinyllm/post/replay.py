@@ -300,9 +300,10 @@ class _Player:
         if row.get("sampler_equal") == 1.0:  # then the record holds the trainer's own numbers, token by token
             for index, logp in sorted(result.logprobs.items()):
                 rollout = batch.rollouts[index]
-                current = batch.current_tokens(index).tolist()
+                if not batch.is_current(index):
+                    continue
                 for i, (was, now) in enumerate(zip(rollout.completion.logprobs, logp.tolist(), strict=True)):
-                    if was != now and current[i]:
+                    if was != now:
                         name = (
                             f"row {index} (prompt {rollout.completion.prompt_id}, sample {rollout.completion.sample})"
                         )

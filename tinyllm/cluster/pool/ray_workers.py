@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any
+
+import psutil
 
 from tinyllm.cluster.pool.workers import WorkerDied
 from tinyllm.errors import ConfigError, EngineError
@@ -72,10 +74,12 @@ class RayCluster:
 def _connect(address: str | None, workers: int, store_bytes: int) -> None:
     import ray
 
+    logging.getLogger("ray").setLevel(logging.ERROR)
     options: dict[str, Any] = {"address": address or "local", "include_dashboard": False, "log_to_driver": False}
     options |= {"logging_level": logging.ERROR, "configure_logging": False}
     if address is None:  # so many processes are started at once; workers ask for no CPUs, so they always find a place
         options |= {"num_cpus": workers, "object_store_memory": store_bytes, "_system_config": _LOCAL}
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
     for attempt in range(1, _STARTS + 1):
         try:
             with _environment():
@@ -84,6 +88,9 @@ def _connect(address: str | None, workers: int, store_bytes: int) -> None:
         except (Exception, SystemExit) as error:
             with suppress(Exception):
                 ray.shutdown()
+            for child in psutil.Process().children(recursive=True):  # Ray leaves what it had started by then
+                if child.pid not in others:
+                    child.kill()
             if address is not None or attempt == _STARTS:
                 remedy = "check pool.ray_address" if address else "see the logs in /tmp/ray/session_latest/logs"
                 raise EngineError(f"Ray did not start: {' '.join(str(error).split())[:300]}; {remedy}") from error
@@ -140,8 +147,8 @@ class RayWorker:
         import ray
 
         self._build, self._node = build, node
-        actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(_Host)
-        self._actor = cast(Any, actor.remote())
+        actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(_Host)
+        self._actor = actor.remote()
         self._identity: Future[tuple[str, int]] = self._actor.identity.remote().future()
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
