@@ -39,8 +39,8 @@ JUDGE = """
 import os, signal
 
 def digits(prompts, completions, trainer_state, log_extra, log_metric, **columns):
-    if os.environ.get("RANK") == os.environ.get("KILLED_RANK") and trainer_state.global_step == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get("RANK", "0") == os.environ.get("KILLED_RANK") and trainer_state.global_step == 3:
+        os.kill(os.getppid(), signal.SIGKILL)  # the rank that this worker judges for
     values = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
     log_extra("shown", [text.upper() for text in completions])
     log_metric("mean", sum(values) / len(values))
@@ -203,7 +203,7 @@ def folder(home, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "judge.py").write_text(JUDGE)
     options = {
-        "reward": {"functions": ("judge.py:digits",)},
+        "reward": {"functions": ("judge.py:digits",), "timeout_s": 3600.0, "workers": 1},
         "train": {"steps": 4, "prompts_per_step": 3, "dynamic_sampling": True, "max_refills": 20},
         "objective": {"beta": 0.02},
         "eval": {"every": 2},
