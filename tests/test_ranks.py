@@ -121,8 +121,10 @@ def test_memory_is_counted_per_rank():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_shards_is_checked_like_any_other(tmp_path):
-    optimizer = Optimizer(tiny.llama(dtype=torch.bfloat16).named_parameters(), make_config().optimizer)
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_checkpoint_of_shards_is_checked_like_any_other(tmp_path, name):
+    config = make_config(optimizer={"name": name}).optimizer
+    optimizer = Optimizer(tiny.llama(dtype=torch.bfloat16).named_parameters(), config)
     for p in optimizer.parameters.values():
         p.grad = torch.ones_like(p, dtype=torch.float32)
     optimizer.step(0.1, 1.0)
@@ -132,7 +134,7 @@ def test_a_checkpoint_of_shards_is_checked_like_any_other(tmp_path):
     saved.wait()
     step, tensors, state = Checkpoints(tmp_path).load()
     assert (step, state) == (2, {"seed": 7})
-    again = Optimizer(tiny.llama(1, dtype=torch.bfloat16).named_parameters(), make_config().optimizer)
+    again = Optimizer(tiny.llama(1, dtype=torch.bfloat16).named_parameters(), config)
     again.load(tensors)
     for group, named in optimizer.tensors().items():
         assert tiny.equal(again.tensors()[group], named), group
