@@ -135,7 +135,7 @@ class Optimizer:
         for name, p in self.parameters.items():
             p.copy_(like(groups["weights"][name], p))
             self.masters[name].copy_(like(exact[name], p))
-        for key, value in groups["optimizer"].items():
+        for key, value in groups.get("optimizer", {}).items():  # SGD has none, and shards keep no empty group
             moment, name = key.split(":", 1)
             master = self.masters[name]
             if moment == "step":  # where a fused kernel reads it; of several ranks' checkpoints it has one element
