@@ -88,6 +88,7 @@ class Side(Callback):
         self.optimizer = Optimizer(model.named_parameters(), config.optimizer)
         self.updater = Updater(self.policy, self.optimizer, config, reference)
         self.run = RunDir.create(folder, build_manifest(to_dict(config), hashes={}, probe={}))
+        start = Revision(0, models.content_hash(model))
         self.trainer = Trainer(
             run=self.run,
             config=config,
@@ -95,11 +96,12 @@ class Side(Callback):
             updater=self.updater,
             weights_hash=lambda: models.content_hash(self.policy.model),
             reference_hash="",
+            revision=start,
             evaluate=lambda step, groups: None,
             keep_best=lambda step: None,
             callbacks=(self,),
         )
-        self.engine.publish(Revision(0, self.trainer.weights_hash()))
+        self.engine.publish(start)
         order = PromptOrder(prompts, config.seed)
         self._source = _OneStep(InlineSource(self.engine, order, params, verify, config))
         self.metrics: Mapping[str, Any] = {}

@@ -7,8 +7,8 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+from clients import PARAMS, QUICK, connect, prompts
 from scripted import Reply, scripted
-from test_client import PARAMS, QUICK, connect, prompts
 
 from tinyllm.cluster.http import Patience
 from tinyllm.cluster.pool.books import Work
