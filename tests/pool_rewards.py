@@ -24,13 +24,15 @@ def odd_share(prompts, completions, **_):
 
 
 class HangsOnce:
-    """Sleeps for ever the first time that any process calls it: the one that makes the file."""
+    """Sleeps for ever the first time that a process beside the trainer's calls it: the one that makes the file."""
 
     def __init__(self, mark):
-        self.mark = str(mark)
+        self.mark, self.trainer = str(mark), os.getpid()
         self.__name__ = "hangs_once"
 
     def __call__(self, completions, **_):
+        if os.getpid() == self.trainer:
+            return share(completions)
         try:
             os.close(os.open(self.mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -40,14 +42,14 @@ class HangsOnce:
 
 
 class SleepsForLong:
-    """Hangs on groups with a completion of at least so many characters."""
+    """Hangs on groups with a completion of at least so many characters, in a process beside the trainer's."""
 
     def __init__(self, length):
-        self.length = length
+        self.length, self.trainer = length, os.getpid()
         self.__name__ = "sleeps_for_long"
 
     def __call__(self, completions, **_):
-        while max(map(len, completions)) >= self.length:
+        while os.getpid() != self.trainer and max(map(len, completions)) >= self.length:
             time.sleep(60)
         return share(completions)
 
