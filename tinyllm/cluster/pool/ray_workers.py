@@ -32,8 +32,9 @@ _LOCAL = {
     "worker_register_timeout_seconds": 600,
     "health_check_timeout_ms": 60_000,
     "health_check_failure_threshold": 20,
+    "worker_niceness": 0,
 }
-"""On one machine a slow process is not a dead one."""
+"""On one machine a slow process is not a dead one, and an engine is not less urgent than the trainer (Ray's own: 15)."""
 
 
 def require_ray() -> None:
