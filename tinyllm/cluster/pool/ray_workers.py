@@ -34,7 +34,7 @@ _LOCAL = {
     "health_check_failure_threshold": 20,
     "worker_niceness": 0,
 }
-"""On one machine a slow process is not a dead one, and an engine is not less urgent than the trainer (Ray's own: 15)."""
+"""On one machine a slow process is not a dead one, and an engine as urgent as the trainer (Ray's own nice: 15)."""
 
 
 def require_ray() -> None:
