@@ -28,8 +28,9 @@ capstone: $(VENV)/run.stamp
 test: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 $(ARGS)
 
+# Tests that start Ray stay in one worker: two clusters at once are too much for two cores.
 test-all: lint test
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 --dist loadgroup $(ARGS)
 
 test-vllm: $(VENV)/test.stamp
 	sh scripts/vllm.sh

@@ -254,6 +254,7 @@ def test_engine(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_async(job, tmp_path):
     out = tmp_path / "async.json"
     pool = ["--engines", 1, "--verifiers", 1, "--lags", 1, "--verify-s", 0.01]

@@ -29,7 +29,7 @@ from tinyllm.post.source import PromptOrder
 from tinyllm.rundir import RunDir
 
 pytest.importorskip("ray", reason="pools need the extra `cluster`")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_picture")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("no_picture")]
 
 ROOT = Path(__file__).parent.parent
 PATIENCE_S = 600.0
