@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+import openai
+import pytest
+import serving
 from serving import BOS, END
 
 from tinyllm.records import SamplingParams
@@ -37,3 +40,15 @@ def until(condition, what="the condition", timeout_s=20.0) -> None:
     while not condition():
         assert time.monotonic() < end, f"{what} did not come true"
         time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving.serving(max_queue=56, max_body_bytes=20_000, admin_key="admin-key") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
+        yield made

@@ -6,10 +6,14 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
+import tiny
+from browser import chromium
 from run_samples import RunDir, manifest
 
 from tinyllm.config import CONFIGS, GRPOConfig, ModelConfig
 from tinyllm.configio import to_dict
+from tinyllm.htmlreport import write_html
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
 
 ATTACK = "</script><img src=x onerror=document.title='owned'><!--<script>"
@@ -80,3 +84,22 @@ def make_run(
             run.log_timing({"step": step, "step_s": 2.0, "sample_s": 1.2, "update_s": 0.7, "sampled_tokens": 60})
         run.log({"step": steps, "kind": "eval", "correct": 130, "prompts": 162, "kl": 0.2, "reward_mean": 0.8})
     return RunDir.read(path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> RunDir:
+    """A run whose folder has the tokenizer of tiny.py."""
+    run = make_run(tmp_path_factory.mktemp("runs") / "run")
+    tiny.tokenizer().save_pretrained(run.path / "model")
+    return run
+
+
+@pytest.fixture(scope="module")
+def page_file(run) -> Path:
+    return write_html(run.path / "report.html", [run])
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as running:
+        yield running

@@ -8,12 +8,11 @@ import math
 import re
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
-from browser import Page, chromium
+import reports
+from browser import Page
 from reports import PROMPTS, SIZE, make_run, manifest_of
 from run_samples import RunDir, manifest
 
@@ -27,24 +26,7 @@ from tinyllm.htmlreport.health import findings, unscored_reasons
 from tinyllm.htmlreport.page import _plotly
 from tinyllm.htmlreport.sections import table
 
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> RunDir:
-    """A run whose folder has the tokenizer of tiny.py."""
-    run = make_run(tmp_path_factory.mktemp("runs") / "run")
-    tiny.tokenizer().save_pretrained(run.path / "model")
-    return run
-
-
-@pytest.fixture(scope="module")
-def page_file(run) -> Path:
-    return write_html(run.path / "report.html", [run])
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as running:
-        yield running
+run, page_file, browser = reports.run, reports.page_file, reports.browser
 
 
 def blocks(page):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+import reports
 import tiny
-from browser import Page, chromium
+from browser import Page
 from reports import ATTACK, PROMPTS, SIZE, STEPS, make_run, trainer_logprob
 from run_samples import RunDir, manifest
 
@@ -17,24 +17,7 @@ from tinyllm.htmlreport.columns import read_rollouts
 from tinyllm.htmlreport.sections import table
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
 
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> RunDir:
-    """A run whose folder has the tokenizer of tiny.py."""
-    run = make_run(tmp_path_factory.mktemp("runs") / "run")
-    tiny.tokenizer().save_pretrained(run.path / "model")
-    return run
-
-
-@pytest.fixture(scope="module")
-def page_file(run) -> Path:
-    return write_html(run.path / "report.html", [run])
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as running:
-        yield running
+run, page_file, browser = reports.run, reports.page_file, reports.browser
 
 
 # In the browser

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from tinyllm.cli import main
 from tinyllm.config import SFTConfig
 from tinyllm.configio import make_config, to_dict
+from tinyllm.files import read_json, write_json
 from tinyllm.manifest import build_manifest
 from tinyllm.memory import ModelShape, memory_estimate, model_shape
 from tinyllm.plan import work
@@ -371,6 +372,26 @@ def test_what_a_run_saved_stands_for_a_start_model_that_is_gone(tmp_path, model,
     LlamaConfig.from_pretrained(model).save_pretrained(run / "best")
     plan = plan_of(capsys, "--run", run)
     assert plan["job"]["shape"]["parameters"] == ALL and plan["step_s"] == pytest.approx(2.0)
+
+
+def test_a_run_whose_hops_overlapped_or_were_shared_out_is_not_read_as_one_process(tmp_path, model, capsys):
+    pooled = made_run(tmp_path / "pooled", model, pool={"engines": 1})
+    ranks = made_run(tmp_path / "ranks", model)
+    given = read_json(ranks / "manifest.json")
+    given["facts"]["ranks"] = 2
+    write_json(ranks / "manifest.json", given)
+    for run, how in ((pooled, "with a pool"), (ranks, "on several ranks")):
+        assert main(["plan", "--run", str(run)]) == 2
+        assert f"{run} ran {how}, so its seconds are not of one hop each" in capsys.readouterr().err
+
+
+def test_the_pool_of_the_job_is_planned(model, capsys):
+    """Its lag and verifiers, where no option of the plan says another."""
+    job = ["--model", model, "--prompt-tokens", 100]
+    words = [*job, "--pool.engines", 2, "--pool.max_lag", 2, "--pool.verifiers", 7]
+    assert (plan_of(capsys, *words)["layout"]["max_lag"], plan_of(capsys, *words)["layout"]["verifiers"]) == (2, 7)
+    assert plan_of(capsys, *words, "--max-lag", 1)["layout"]["max_lag"] == 1
+    assert plan_of(capsys, *job, "--reward.workers", 5)["layout"]["verifiers"] == 5
 
 
 def test_another_job_is_extrapolated_with_the_reasons(tmp_path, model, capsys):

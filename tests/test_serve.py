@@ -6,6 +6,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import asking
 import openai
 import pytest
 import serving
@@ -15,17 +16,7 @@ from serving import BOS, MAX_LENGTH, key_of, sample_alone, tokenizer
 from tinyllm import models
 from tinyllm.serve.text import TextStream
 
-
-@pytest.fixture(scope="module")
-def server():
-    with serving.serving(max_queue=56, max_body_bytes=20_000, admin_key="admin-key") as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
-        yield made
+server, client = asking.server, asking.client
 
 
 # OpenAI's client

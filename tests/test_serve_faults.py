@@ -6,24 +6,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
-import pytest
+import asking
 import serving
 import tiny
 from asking import slowly, until
 from serving import END
 
-
-@pytest.fixture(scope="module")
-def server():
-    with serving.serving(max_queue=56, max_body_bytes=20_000, admin_key="admin-key") as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
-        yield made
+server, client = asking.server, asking.client
 
 
 # Faults of the engine

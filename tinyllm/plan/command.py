@@ -42,12 +42,12 @@ COUNTS = {
     "gpus": (1, "devices in all: GPUs, or whole CPUs of machines (default: %(default)s)"),
     "engine_gpus": (0, "of these, devices of engines; 0 = the trainers sample themselves (default: %(default)s)"),
     "gpus_per_engine": (1, "devices of one engine (default: %(default)s)"),
-    "max_lag": (0, "revisions a group may be old when trained; 0 = synchronous (default: %(default)s)"),
+    "max_lag": (None, "revisions a group may be old when trained; 0 = synchronous (default: pool.max_lag)"),
 }
 EPILOG = (
     "Every option of `tinyllm grpo` describes the job, as in --model NAME, --train.prompts_per_step 64, "
     "--sampling.max_new_tokens 1024, --lora.rank 16, --model.gradient_checkpointing, --objective.beta 0.04, "
-    "--reward.workers 16 (the verifiers). MODEL may be a folder with nothing but a config.json."
+    "--reward.workers 16 (or --pool.verifiers, the verifiers). MODEL may be a folder with nothing but a config.json."
 )
 
 
@@ -99,9 +99,9 @@ def _check(given: argparse.Namespace) -> None:
         if (getattr(given, name) or 0) > 1:
             raise ConfigError(f"{_flag(name)} {getattr(given, name):g}: is a share, so at most 1")
     for name, (default, _) in COUNTS.items():
-        least = 0 if default == 0 else 1
-        if getattr(given, name) < least:
-            raise ConfigError(f"{_flag(name)} {getattr(given, name)}: must be at least {least}")
+        least, value = default or 0, getattr(given, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{_flag(name)} {value}: must be at least {least}")
     if given.engine_gpus >= given.gpus:
         raise ConfigError(
             f"--engine-gpus {given.engine_gpus}: leaves none of --gpus {given.gpus} to train on; lower it"
@@ -133,7 +133,7 @@ def make(given: argparse.Namespace, config: GRPOConfig, run: RunDir | None) -> t
     """The plan of a configuration, and what was assumed about it. Raises ConfigError, ModelError, RunError."""
     from tinyllm.memory import model_shape
     from tinyllm.plan.cost import make_plan
-    from tinyllm.plan.rates import make_job, read_run
+    from tinyllm.plan.rates import make_job, read_run, verifiers_of
     from tinyllm.plan.room import Spec
     from tinyllm.plan.work import Layout
 
@@ -159,8 +159,8 @@ def make(given: argparse.Namespace, config: GRPOConfig, run: RunDir | None) -> t
         trainers=given.gpus - given.engine_gpus,
         engines=given.engine_gpus // given.gpus_per_engine,
         gpus_per_engine=given.gpus_per_engine,
-        verifiers=config.reward.workers,
-        max_lag=given.max_lag,
+        verifiers=verifiers_of(config),
+        max_lag=config.pool.max_lag if given.max_lag is None else given.max_lag,
     )
     rates = _rates(given, config, dtype, facts, job, layout)
     return make_plan(Spec(config, shape, dtype, lengths.longest), job, layout, rates), warnings

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tinyllm.config import GRPOConfig, PoolConfig
 from tinyllm.errors import RunError
 from tinyllm.memory import needs_reference_model
 from tinyllm.plan import work
@@ -106,6 +107,9 @@ def read_run(run: RunDir, shape: ModelShape, dtype: torch.dtype) -> RunFacts:
     The first step is left out where there are more: it warms up. So are steps that were trained from the record
     after a resume, which sampled nothing.
     """
+    if run.config.pool != PoolConfig() or run.manifest["facts"].get("ranks", 1) > 1:
+        what = "on several ranks" if run.config.pool == PoolConfig() else "with a pool"
+        raise RunError(f"{run.path} ran {what}, so its seconds are not of one hop each; give a run of one process")
     trained = {row["step"]: row for row in run.metrics("train")}
     timed = {row["step"]: row for row in run.timings() if row.get("sample_s") and row["step"] in trained}
     steps = sorted(timed)[1:] or sorted(timed)
@@ -120,11 +124,16 @@ def read_run(run: RunDir, shape: ModelShape, dtype: torch.dtype) -> RunFacts:
     return RunFacts(
         path=str(run.path),
         **_recorded(run, steps, shape, dtype, sampled, live),
-        verifiers=run.config.reward.workers,
+        verifiers=verifiers_of(run.config),
         steps=len(steps),
         seconds=seconds,
         served=bool(run.config.engine.urls),
     )
+
+
+def verifiers_of(config: GRPOConfig) -> int:
+    """How many verify at a time: the pool's, else the workers of the trainer's process."""
+    return config.pool.verifiers or config.reward.workers
 
 
 def _recorded(
@@ -152,7 +161,7 @@ def _recorded(
 
 
 def make_job(
-    config: Any,
+    config: GRPOConfig,
     shape: ModelShape,
     dtype: torch.dtype,
     *,
