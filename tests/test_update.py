@@ -271,6 +271,24 @@ def test_older_tokens_are_measured_against_what_was_recorded():
     assert (numbers["lag_mean"], numbers["lag_max"]) == (7 * 2 / 13, 2)
 
 
+@pytest.mark.parametrize(("cap", "mode"), [(1.2, "truncate"), (1.2, "mask"), (0.9, "truncate"), (0.9, "mask")])
+def test_the_mean_weight_of_the_correction_is_of_the_trained_weights_own_tokens(cap, mode):
+    """By hand over the two rows without older tokens."""
+    correction = {"sampler_correction": "token", "sampler_cap": cap, "sampler_mode": mode}
+
+    def spans_of(sample, length):
+        return [(BEFORE if sample in (0, 2) else NOW, 0, length)]
+
+    _, result, batch, _ = lagging_update(spans_of, objective=correction)
+    weights = []
+    for row in (r for r in range(4) if batch.rollouts[r].completion.sample in (1, 3)):
+        sampler = torch.tensor(batch.rollouts[row].completion.logprobs)
+        for weight in (result.logprobs[row] - sampler).exp().tolist():
+            weights.append(weight if weight <= cap else cap if mode == "truncate" else 0.0)
+    assert len(weights) == result.stats.gap_tokens
+    assert result.stats.sampler_weight == pytest.approx(sum(weights) / len(weights), abs=1e-6)
+
+
 def test_a_batch_of_older_tokens_alone_has_no_sampler_gap():
     _, result, batch, updater = lagging_update(lambda sample, length: [(BEFORE, 0, length)])
     numbers = updater.objective.metrics(batch.groups, batch, result.stats, {})

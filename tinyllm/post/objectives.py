@@ -78,6 +78,11 @@ class GRPOObjective:
         self.updates_per_batch = config.train.updates_per_batch
         self.needs_reference = self.axes["beta"] > 0
         self.max_gap = config.engine.max_gap if config.engine.urls else 0.0
+        chosen = config.objective
+        if chosen.sampler_correction == "none" or chosen.sampler_cap >= 1:
+            self._weight_of_one = 1.0
+        else:
+            self._weight_of_one = chosen.sampler_cap if chosen.sampler_mode == "truncate" else 0.0
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         return make_batch(groups, self.rules)
@@ -108,7 +113,7 @@ class GRPOObjective:
             **self.axes,
         )
         older = sum(len(batch.rollouts[row].completion.token_ids) for row in rows if not batch.is_current(row))
-        return loss, _without_older(stats, older)
+        return loss, _without_older(stats, older, self._weight_of_one)
 
     def metrics(
         self, groups: Sequence[Group], batch: Batch, stats: ObjectiveStats, logged: Mapping[str, float]
@@ -134,16 +139,18 @@ def _recorded(completion: Completion, device: torch.device) -> Tensor:
     return torch.tensor(completion.logprobs, dtype=torch.float32, device=device)
 
 
-def _without_older(stats: ObjectiveStats, older: int) -> ObjectiveStats:
-    """The sampler gap is that of the weights which are trained: for older rows both sides are the record, gap 0."""
+def _without_older(stats: ObjectiveStats, older: int, weight: float) -> ObjectiveStats:
+    """The sampler gap is that of the weights which are trained: for older tokens both sides are the record, gap 0.
+
+    weight: what the correction gives a token without a gap.
+    """
     if not older:
         return stats
-    share = (stats.gap_tokens - older) / stats.gap_tokens
     return replace(
         stats,
         gap_tokens=stats.gap_tokens - older,
         gap_equal=stats.gap_equal - older,
-        weight_sum=stats.weight_sum * share,
+        weight_sum=stats.weight_sum - older * weight,
     )
 
 
