@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tinyllm.config import Config, DPOConfig, GRPOConfig
 from tinyllm.errors import ModelError
@@ -19,6 +21,8 @@ from tinyllm.errors import ModelError
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -45,6 +49,17 @@ def keep_freed_memory() -> None:
         m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
         libc.mallopt(m_mmap_threshold, 2**30)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def in_brief_thread(function: Callable[[], T]) -> T:
+    """What the function returns or raises, run in a thread that ends with it.
+
+    A thread that has computed in parallel keeps its OpenMP workers as long as it lives. Where two threads have some,
+    GNU's OpenMP counts more workers than cores and lets them sleep at every parallel region: an engine in a thread
+    beside a main thread that loaded the model decoded at 0.6 of the speed (docs/benchmarks.md).
+    """
+    with ThreadPoolExecutor(1, "brief") as threads:
+        return threads.submit(function).result()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -20,6 +21,7 @@ from starlette.routing import Route
 
 from tinyllm.engine.head import Policy
 from tinyllm.errors import TinyLLMError
+from tinyllm.memory import in_brief_thread
 from tinyllm.records import Revision
 from tinyllm.serve import fields, weights
 from tinyllm.serve.fields import Refused, one_of, parse_object
@@ -111,7 +113,8 @@ class Admin:
 
     async def _update(self, got: Mapping[str, Any]) -> None:
         try:
-            new = await asyncio.to_thread(weights.read_update, got["model_path"], self.policy)
+            read = partial(weights.read_update, got["model_path"], self.policy)
+            new = await asyncio.to_thread(in_brief_thread, read)
         except TinyLLMError as error:
             self.metrics.updates.labels("refused").inc()
             raise Refused(str(error), param="model_path", code="weights_refused") from None

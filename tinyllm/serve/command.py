@@ -81,6 +81,7 @@ def _serve(given: argparse.Namespace, api_key: str | None, admin_key: str | None
     import torch
 
     from tinyllm import models
+    from tinyllm.memory import in_brief_thread
     from tinyllm.serve.app import Service, Settings
     from tinyllm.serve.server import address, bind, serve_until_signal
     from tinyllm.subjects import find_subject, load_policy
@@ -91,8 +92,10 @@ def _serve(given: argparse.Namespace, api_key: str | None, admin_key: str | None
             torch.set_num_threads(given.threads)
         length = _max_length(given, getattr(models.load_config(subject.source), "max_position_embeddings", None))
         tokenizer = models.load_tokenizer(subject.source)
-        policy, revision = load_policy(
-            subject, given.dtype, given.device, samples=given.max_batch, cached=given.max_batch * length
+        # The engine's thread is to be the only one with OpenMP workers.
+        cached = given.max_batch * length
+        policy, revision = in_brief_thread(
+            lambda: load_policy(subject, given.dtype, given.device, samples=given.max_batch, cached=cached)
         )
         settings = Settings(
             model_name=given.model_name or given.model,
