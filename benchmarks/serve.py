@@ -56,10 +56,14 @@ class Jobs:
     tokens: int
 
     @classmethod
-    def make(cls, count: int, prompt_tokens: int, tokens: int, vocabulary: int, first: int = 0) -> Jobs:
+    def make(
+        cls, count: int, prompt_tokens: int, tokens: int, vocabulary: int, *, first: int = 0, group: int = 1
+    ) -> Jobs:
+        """Random prompts, each `group` times."""
         numbers = random.Random(first)
-        prompts = [tuple(numbers.randrange(3, vocabulary) for _ in range(prompt_tokens)) for _ in range(count)]
-        return cls(tuple(prompts), tuple(seed_key(0, 0, "", first + i, 0) for i in range(count)), tokens)
+        own = [tuple(numbers.randrange(3, vocabulary) for _ in range(prompt_tokens)) for _ in range(count // group)]
+        prompts = tuple(prompt for prompt in own for _ in range(group))
+        return cls(prompts, tuple(seed_key(0, 0, "", first + i, 0) for i in range(count)), tokens)
 
     def bodies(self, stream: bool) -> list[dict[str, Any]]:
         shared = {"max_tokens": self.tokens, "ignore_eos": True, "return_token_ids": True, "stream": stream}
@@ -93,8 +97,7 @@ def main() -> None:
         keep_freed_memory()
         with ExitStack() as stack:
             port, pid = stack.enter_context(serving(name, arguments))
-            jobs = Jobs.make(arguments.streams, arguments.prompt_tokens, arguments.tokens, policy.vocab_size)
-            engine = partial(run_engine, policy, tokenizer, arguments.batch)
+            engine = partial(run_engine, Scheduler(policy, tokenizer, max_batch=arguments.batch))
             sides: dict[str, Any] = {
                 ENGINE: lambda jobs: Served(*engine(jobs), 0.0, [], []),
                 WHOLE: lambda jobs: run_server(port, jobs, False, arguments.streams),
@@ -102,7 +105,7 @@ def main() -> None:
             }
             if arguments.transformers:
                 sides[OTHER] = stack.enter_context(transformers_side(policy, tokenizer, arguments, Path(folder)))
-            compare(sides, jobs, arguments, result)
+            compare(sides, policy.vocab_size, arguments, result)
             latency(engine, port, levels, policy.vocab_size, arguments, deadline, result)
     finish(arguments, result)
 
@@ -120,11 +123,10 @@ def _levels(arguments: argparse.Namespace) -> list[int]:
 # The sides
 
 
-def run_engine(policy: Policy, tokenizer: Any, batch: int, jobs: Jobs) -> tuple[list[list[int]], float]:
+def run_engine(scheduler: Scheduler, jobs: Jobs) -> tuple[list[list[int]], float]:
     """The engine in this process."""
     found: dict[int, Sampled] = {}
     begin = time.perf_counter()
-    scheduler = Scheduler(policy, tokenizer, max_batch=batch)
     for i, (prompt, key) in enumerate(zip(jobs.prompts, jobs.keys, strict=True)):
         params = SamplingParams(max_new_tokens=jobs.tokens)
         scheduler.submit(Job(str(i), prompt, params, (key,), partial(found.__setitem__, i)))
@@ -224,32 +226,36 @@ def transformers_side(policy: Policy, tokenizer: Any, arguments: argparse.Namesp
 # What is measured
 
 
-def compare(sides: dict[str, Any], jobs: Jobs, arguments: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Throughput of all sides in turn, after a warm-up; every token of the server against the engine's."""
+def compare(sides: dict[str, Any], vocabulary: int, arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Throughput of all sides in turn, after a warm-up; every token of the server against the engine's.
+
+    Each side of each round has prompts that it has not seen.
+    """
     deadline = Deadline(arguments.time_limit)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     shares: dict[str, list[float]] = {name: [] for name in sides}
-    expected: list[list[int]] = []
     wrong = 0
     for number in range(arguments.rounds + 1):
+        first = 10_000_000 + number * arguments.streams
+        jobs = Jobs.make(arguments.streams, arguments.prompt_tokens, arguments.tokens, vocabulary, first=first)
+        expected: list[list[int]] = []
         if number > 1 and deadline.passed(2 * sum(values[-1] for values in seconds.values())):
             print(f"{number - 1} of {arguments.rounds} rounds; the time is over")
             break
         for name, run in sides.items():
             done = run(jobs)
             if name == ENGINE:
-                expected = expected or done.ids
-                assert done.ids == expected, "the engine is not deterministic"
+                expected = done.ids
             elif name in TARGETS:
                 wrong += sum(a != b for a, b in zip(done.ids, expected, strict=True))
             if number:
                 seconds[name].append(done.seconds)
                 shares[name].append(done.client_share)
-    total = len(jobs.keys) * jobs.tokens
+    total = arguments.streams * arguments.tokens
     rates = {name: Spread.of([total / value for value in values]) for name, values in seconds.items()}
     base = rates[ENGINE].median
     rows = [(name, str(x), x.median / base, Spread.of(shares[name]).median) for name, x in rates.items()]
-    title = f"{len(jobs.keys)} requests at once, {jobs.tokens} tokens each, batch {arguments.batch}"
+    title = f"{arguments.streams} requests at once, {arguments.tokens} tokens each, batch {arguments.batch}"
     table(title, ("side", "tokens/s", "of engine", "client's CPU, of a core"), rows)
     print(f"answers that are not the engine's, token for token: {wrong}")
     for name, target in TARGETS.items():
@@ -258,7 +264,7 @@ def compare(sides: dict[str, Any], jobs: Jobs, arguments: argparse.Namespace, re
         "tokens_per_s": rates,
         "client_cpu": shares,
         "wrong_answers": wrong,
-        "requests": len(jobs.keys),
+        "requests": arguments.streams,
     }
 
 
@@ -279,7 +285,7 @@ def latency(
             break
         count = max(level, 8)
         first = number * 10_000
-        jobs = Jobs.make(count, arguments.prompt_tokens, arguments.tokens, vocabulary, first)
+        jobs = Jobs.make(count, arguments.prompt_tokens, arguments.tokens, vocabulary, first=first)
         served = run_server(port, jobs, True, level)
         if served.ids != engine(jobs)[0]:
             raise EngineError(f"at concurrency {level} an answer is not the engine's")

@@ -163,7 +163,8 @@ class GRPOParts(Parts):
     def train(self, run: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
         if isinstance(self.engine, ServedEngine):
             shared = self.config.engine.folder
-            self.engine.publisher.folder = Path(shared) / run.path.name if shared else run.path / "weights"
+            own = f"{run.path.name}-{hash_bytes(bytes(run.path.resolve()))[:8]}"  # runs elsewhere may be called the same
+            self.engine.publisher.folder = Path(shared) / own if shared else run.path / "weights"
         return super().train(run, progress, recorded)
 
     def publish(self, revision: Revision) -> None:
