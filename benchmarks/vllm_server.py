@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 900
 """How long a start may take: imports and a compilation on a busy machine of two cores."""
-LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "16")
+LORA = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "16")
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

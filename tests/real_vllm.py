@@ -45,7 +45,7 @@ def folder() -> Path:
 @pytest.fixture(scope="module")
 def vllm(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    with serve(folder, log, ("--enforce-eager", *LORA[:2], "--max-loras", "3", *LORA[4:])) as server:
+    with serve(folder, log, ("--enforce-eager", *LORA)) as server:
         yield server
 
 
