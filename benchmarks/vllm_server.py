@@ -28,6 +28,7 @@ LORA = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "16")
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # else it leaves one core to others
     "VLLM_SERVER_DEV_MODE": "1",  # /weight_info, /pause, /resume, /server_info
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
