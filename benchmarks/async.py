@@ -6,10 +6,12 @@ run's first step does not count. Idle shares are of the time of a step: the trai
 
     python benchmarks/async.py --out results.json
     python benchmarks/async.py --verify-s 0 --engines 2        # two engine processes, verification that takes no time
+    python benchmarks/async.py --tiny                          # a random model: what verification alone brings
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,10 +21,11 @@ from typing import Any
 
 import torch
 from common import Spread, command, finish, parser, start, table
+from serve import make_tiny
 
 from tinyllm.callbacks import Callback
 from tinyllm.config import GRPOConfig, PoolConfig
-from tinyllm.configio import load_toml
+from tinyllm.configio import load_toml, make_config
 from tinyllm.errors import ConfigError
 from tinyllm.post.run import train
 from tinyllm.records import Group
@@ -35,6 +38,7 @@ SHARES = ("trainer", "engine", "verifier")
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--config", type=Path, default=MAIN_JOB, help="the job (default: examples/arithmetic.toml)")
+    options.add_argument("--tiny", action="store_true", help="a tiny random model and 4 x 4 completions of 8 tokens")
     options.add_argument("--verify-s", type=float, default=0.2, metavar="S", help="per rollout (default: %(default)s)")
     options.add_argument("--engines", type=int, default=1, metavar="N", help="engine processes (default: %(default)s)")
     options.add_argument("--verifiers", type=int, default=4, metavar="N", help="verifiers (default: %(default)s)")
@@ -47,14 +51,15 @@ def main() -> None:
         raise ConfigError(f"--steps {arguments.steps} --rounds {arguments.rounds}: give at least 1 of each")
     if not arguments.config.is_file():
         raise ConfigError(f"--config {arguments.config}: no such file")
-    job = load_toml(arguments.config)
     result = start(arguments)
     pool = PoolConfig(engines=arguments.engines, verifiers=arguments.verifiers)
     sides = {"without a pool": PoolConfig(), **{f"pool, lag {lag}": replace(pool, max_lag=lag) for lag in lags}}
     steps: dict[str, list[Mapping[str, Any]]] = {name: [] for name in sides}
-    for _ in range(arguments.rounds):
-        for name, chosen in sides.items():
-            steps[name] += one_run(job, chosen, arguments.steps, arguments.verify_s)
+    with tempfile.TemporaryDirectory() as folder:
+        job = tiny_job(Path(folder)) if arguments.tiny else load_toml(arguments.config)
+        for _ in range(arguments.rounds):
+            for name, chosen in sides.items():
+                steps[name] += one_run(job, chosen, arguments.steps, arguments.verify_s)
     report(steps, result)
     finish(arguments, result)
 
@@ -64,6 +69,18 @@ def _lags(text: str) -> list[int]:
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"--lags {text!r}: write numbers with commas between them")
     return [int(part) for part in parts]
+
+
+def tiny_job(folder: Path) -> GRPOConfig:
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": chr(35 + i), "answer": ""}) + "\n" for i in range(40)))
+    return make_config(
+        GRPOConfig(),
+        model=str(make_tiny(folder / "model")),
+        data={"file": str(rows), "prompt_rule": "raw", "held_out_fraction": 0.25},
+        sampling={"group_size": 4, "max_new_tokens": 8},
+        train={"prompts_per_step": 4},
+    )
 
 
 def one_run(job: GRPOConfig, pool: PoolConfig, steps: int, verify_s: float) -> list[Mapping[str, Any]]:

@@ -116,19 +116,22 @@ def options(folder, vllm, out, steps):
 
 
 def test_five_steps_with_an_adapter_per_revision_and_the_death_of_the_engine(vllm, folder, tmp_path):
-    done = runs.train(options(folder, vllm, tmp_path / "whole", 5))
+    done = runs.train(options(folder, vllm, tmp_path / "whole", 5), reward=tiny.many_digits)
     rows = tiny.metrics(done.run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(row["sampler_gap"] < NEAR and row["sampler_kl"] < NEAR for row in rows)
+    hashes = set()
     for row in rows:
-        steps = {r.completion.revision.step for g in tiny.groups_of(done, row["step"]) for r in g.rollouts}
-        assert steps == {row["step"] - 1}, "every completion is of the adapter published last"
+        revisions = {r.completion.revision for g in tiny.groups_of(done, row["step"]) for r in g.rollouts}
+        assert {r.step for r in revisions} == {row["step"] - 1}, "every completion is of the adapter published last"
+        hashes |= {r.hash for r in revisions}
+    assert len(hashes) == 5, "each step changed the adapter"
     status, cards = vllm.json("GET", "/v1/models")
     adapters = [card["id"] for card in cards["data"] if card["id"] != str(folder)]
     assert status == 200 and 1 <= len(adapters) <= 3, f"older adapters are unloaded: {adapters}"
 
     with pytest.raises(EngineError, match="no server is left to sample on"):
-        runs.train(options(folder, vllm, tmp_path / "dies", 5), callbacks=[Died(2, vllm)])
+        runs.train(options(folder, vllm, tmp_path / "dies", 5), reward=tiny.many_digits, callbacks=[Died(2, vllm)])
     assert [row["step"] for row in tiny.metrics(tmp_path / "dies")] == [1, 2]
     left = subprocess.run(["pgrep", "-g", str(vllm.process.pid)], capture_output=True, text=True).stdout.split()
     assert not left, "no process is left of it"
