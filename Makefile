@@ -10,6 +10,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
 
+# Installing compiles nothing (it takes a minute); what is imported is compiled once and kept, even where the shell says not
+# to: without, every process compiles torch and transformers again, for about ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run capstone test test-all test-vllm lint fuzz crash clean
 .DELETE_ON_ERROR:
 
@@ -24,9 +28,10 @@ run: $(VENV)/run.stamp
 capstone: $(VENV)/run.stamp
 	$(VENV)/bin/tinyllm capstone $(ARGS)
 
-# Two workers of one thread each: what two cores do best.
+# Two workers of one thread each: what two cores do best. Each begins with half of the files, so that what a file's tests
+# share is made in one of them; who has done first takes from the other.
 test: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist worksteal $(ARGS)
 
 # Tests that start Ray stay in one worker: two clusters at once are too much for two cores.
 test-all: lint test

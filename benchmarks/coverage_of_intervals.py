@@ -11,6 +11,7 @@ given (0: all alike, 1: every sample of a cluster agrees).
 from __future__ import annotations
 
 import argparse
+import functools
 
 import numpy as np
 
@@ -55,10 +56,16 @@ def accuracy_coverage(design: tuple, p: float, draws: int, wald: bool = False) -
     return hits / draws
 
 
+@functools.cache
+def many_chances(p: float) -> np.ndarray:
+    """Enough that their mean is the true one."""
+    return chances(np.random.default_rng(3), p, 1_000_000, 0.3)
+
+
 def difference_coverage(samples: int, p: float, gain: float, draws: int, prompts: int = 60) -> float:
     """Share of draws whose interval of the difference holds the true one; B wins `gain` on every prompt it can."""
     generator = np.random.default_rng(2)
-    truth = np.clip(chances(np.random.default_rng(3), p, 1_000_000, 0.3) + gain, 0, 1).mean() - p if gain else 0.0
+    truth = np.clip(many_chances(p) + gain, 0, 1).mean() - p if gain else 0.0
     hits = 0
     for _ in range(draws):
         first = chances(generator, p, prompts, 0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,20 @@ def home(tmp_path_factory) -> Path:
     return folder
 
 
+@functools.cache
+def probed(dtype, device, threads):
+    from tinyllm.engine.probe import probe
+
+    return probe(dtype, device)
+
+
 @pytest.fixture
 def no_picture(monkeypatch) -> None:
-    """Drawing report.png takes longer than training here, and has tests of its own."""
+    """Drawing report.png takes longer than training here, and has tests of its own; so does probing the machine."""
+    import torch
+
     monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+    monkeypatch.setattr("tinyllm.post.parts.probe", lambda *given: probed(*given, torch.get_num_threads()))
 
 
 @pytest.fixture

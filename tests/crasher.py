@@ -123,7 +123,15 @@ def command(job: dict[str, Any]) -> int:
 
 
 def main() -> None:
+    # What runs import when they get there; once, before the forks
+    import pandas  # noqa: F401
+    import peft  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
+
+    import tinyllm.progress
     import tinyllm.report
+    import tinyllm.rollouts
+    import tinyllm.trackers
 
     tinyllm.report.write_report = lambda run: run.path / "report.png"  # type: ignore[assignment]
     print(json.dumps("ready"), flush=True)

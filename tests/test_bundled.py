@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -117,6 +119,36 @@ def spec(package, tmp_path, monkeypatch) -> Bundled:
     return package[1]
 
 
+def copying(package) -> Callable[[Bundled, Path], Path]:
+    """Stands in for pip, which takes seconds to start, where fetching is not what is tested."""
+    (wheel,) = package[0].glob("*.whl")
+    return lambda spec, target: target.mkdir() or Path(shutil.copy(wheel, target))
+
+
+@pytest.fixture
+def copied(spec, package, monkeypatch) -> Bundled:
+    """An empty cache, and the package copied without pip."""
+    monkeypatch.setattr(bundled, "_download", copying(package))
+    return spec
+
+
+@pytest.fixture(scope="module")
+def converted(package, tmp_path_factory) -> Path:
+    """A cache with the model in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINYLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(bundled, "_download", copying(package))
+        bundled_model(spec=package[1])
+        return bundled.cache_folder()
+
+
+@pytest.fixture
+def filled(copied, converted) -> Bundled:
+    """A copy of that cache."""
+    shutil.copytree(converted, bundled.cache_folder())
+    return copied
+
+
 def in_a_process(spec: Bundled, before: str = "") -> subprocess.Popen:
     code = (
         f"from tinyllm import bundled\n{before}\nprint(bundled.bundled_model(spec=bundled.Bundled(**{asdict(spec)!r})))"
@@ -140,7 +172,7 @@ def test_fetched_once_and_loaded(spec, capfd):
     assert capfd.readouterr().err == "", "the second time is silent"
 
 
-def test_weights_are_those_of_the_file(spec, package):
+def test_weights_are_those_of_the_file(filled, package):
     model = load_model("tiny", dtype="float32")
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(package[0] / "tiny.gguf").tensors}
     embedding = torch.from_numpy(np.array(tensors["token_embd.weight"]))
@@ -160,18 +192,20 @@ def test_two_processes_at_once(spec):
     assert sum("Fetching" in err for _, err in results) == 1, "one of them did the work"
 
 
-def test_killed_in_the_middle(spec, tmp_path):
+def test_killed_in_the_middle(copied, package, tmp_path):
+    (wheel,) = package[0].glob("*.whl")
+    copy = f"import pathlib, shutil\nbundled._download = lambda _, to: to.mkdir() or pathlib.Path(shutil.copy({str(wheel)!r}, to))\n"
     hang = (
         "import time\ndef hang(gguf, target):\n    target.mkdir()\n    print('here', flush=True)\n    time.sleep(600)\n"
     )
     hang += "bundled._convert = hang"
-    process = in_a_process(spec, hang)
+    process = in_a_process(copied, copy + hang)
     assert process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGKILL)
     process.communicate()
     models = tmp_path / "cache" / "models"
     assert len(names(models)) == 1 and ".new-" in names(models)[0]
-    assert (bundled_model(spec=spec) / "model.safetensors").exists()
+    assert (bundled_model(spec=copied) / "model.safetensors").exists()
     assert names(models) == ["tiny-0.0.1"]
 
 
@@ -206,8 +240,8 @@ def sleeper(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one byte", "file gone", "manifest gone", "manifest empty"])
-def test_a_damaged_cache_is_made_anew(spec, damage):
-    folder = bundled_model(spec=spec)
+def test_a_damaged_cache_is_made_anew(filled, damage):
+    folder = bundled_model(spec=filled)
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     if damage == "truncated":
@@ -220,17 +254,17 @@ def test_a_damaged_cache_is_made_anew(spec, damage):
         (folder / bundled.MANIFEST).unlink()
     else:
         (folder / bundled.MANIFEST).write_text("")
-    assert bundled.cached(spec) is None
-    assert bundled_model(spec=spec) == folder
+    assert bundled.cached(filled) is None
+    assert bundled_model(spec=filled) == folder
     assert weights.read_bytes() == whole and (folder / "tokenizer.json").exists()
 
 
-def test_another_file_than_the_published_one(spec):
+def test_another_file_than_the_published_one(copied):
     with pytest.raises(ModelError, match=r"tiny-test-model 0.0.1 has SHA-256 .*, expected 0+: .*cache purge"):
-        bundled_model(spec=replace(spec, wheel_sha256="0" * 64))
+        bundled_model(spec=replace(copied, wheel_sha256="0" * 64))
     with pytest.raises(ModelError, match=r"tiny.gguf in the package .* has SHA-256"):
-        bundled_model(spec=replace(spec, gguf_sha256="0" * 64))
-    assert bundled.cached(spec) is None
+        bundled_model(spec=replace(copied, gguf_sha256="0" * 64))
+    assert bundled.cached(copied) is None
 
 
 def test_offline(spec, tmp_path, monkeypatch):

@@ -91,6 +91,8 @@ def made(tmp_path_factory) -> Path:
     save(llama(), folder / "model")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+        patched.setattr("tinyllm.evals.view.draw", lambda report: b"a picture")
+        patched.setattr("tinyllm.capstone.rows.HELD_OUT", 150)
         for module in (stages, outcome):
             patched.setattr(module, "VERIFIER", f"{Path(__file__).parent / 'light_rewards.py'}:many_digits")
         patched.setattr(stages, "SYSTEM_PROMPT", None)

@@ -228,7 +228,7 @@ def test_a_network_that_is_cut_does_not_hold_the_run_up(mode):
     """Case L5: connections closed, or open and silent; the other server does the work, or the reason is recorded."""
     with scripted("tinyllm", version=str(OLD)) as near, scripted("tinyllm", version=str(OLD)) as far:
         proxy = Proxy(far.server_port)
-        patience = Patience(attempts=3, deadline_s=40.0, pause_s=0.01)
+        patience = Patience(attempts=3, deadline_s=16.0, pause_s=0.01)
         try:
             with pool_on(near, Behind(far, proxy), patience=patience) as pool:
                 far.script = lambda number, body, server: proxy.cut(mode) if number == 2 else None

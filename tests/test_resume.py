@@ -237,7 +237,7 @@ def test_recorded_steps_are_trained_from_the_record(runs, tmp_path):
         judged.append(len(completions))
         return tiny.many_digits(completions)
 
-    reward.__module__, reward.__qualname__, reward.__name__ = "tiny", "many_digits", "many_digits"
+    reward.__module__, reward.__qualname__, reward.__name__ = "light_rewards", "many_digits", "many_digits"
     resume(path, reward=reward)
     assert_same(path, plain.path)
     assert judged == [3] * 4, "the evaluations of steps 0, 2, 4 and 6"

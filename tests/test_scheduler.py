@@ -61,11 +61,20 @@ def plain(done):
     return (done.token_ids, done.logprobs, done.finish_reason, done.text)
 
 
+GIVEN = [params(**KINDS[i % len(KINDS)]) for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What each of ten prompts draws alone, with parameters of every kind."""
+    policy = make_policy()
+    return [expected(policy, prompt, given) for prompt, given in zip(make_prompts(10), GIVEN, strict=True)]
+
+
 @pytest.mark.parametrize("max_batch", [1, 6, 40])
-def test_jobs_of_all_kinds_draw_together_what_each_draws_alone(max_batch):
-    policy, prompts = make_policy(), make_prompts(10)
-    run = collected(policy, max_batch=max_batch)
-    given = [params(**KINDS[i % len(KINDS)]) for i in range(10)]
+def test_jobs_of_all_kinds_draw_together_what_each_draws_alone(alone, max_batch):
+    prompts, given = make_prompts(10), GIVEN
+    run = collected(make_policy(), max_batch=max_batch)
     for i in range(5):
         run.submit(str(i), prompts[i], given[i])
     for _ in range(3):  # the others come while these run
@@ -75,7 +84,7 @@ def test_jobs_of_all_kinds_draw_together_what_each_draws_alone(max_batch):
     run.finish()
     assert (run.scheduler.running, run.scheduler.waiting) == (0, 0)
     for i in range(10):
-        assert [plain(run.done[str(i), s]) for s in range(2)] == expected(policy, prompts[i], given[i])
+        assert [plain(run.done[str(i), s]) for s in range(2)] == alone[i]
 
 
 def test_a_prompt_many_jobs_want_is_computed_once_until_the_weights_change():
@@ -105,8 +114,9 @@ def test_cached_prompts_give_way_to_new_ones():
     pool = run.scheduler.cache.pool.shape[2]
     held = sum(len(p.full) + 1 for p in run.scheduler.idle.values())
     assert len(set(run.scheduler.cache.free_pool)) == len(run.scheduler.cache.free_pool) == pool - held
-    for i, prompt in enumerate(prompts * 2):
-        assert plain(run.done[str(i), 0]) == expected(policy, prompt, params(), 1)[0]
+    for i, prompt in enumerate(prompts):
+        (alone,) = expected(policy, prompt, params(), 1)
+        assert plain(run.done[str(i), 0]) == plain(run.done[str(i + 30), 0]) == alone
 
 
 def test_a_cancelled_job_frees_its_slots_and_is_heard_of_no_more():

@@ -40,6 +40,13 @@ def served(model: Path):
         process.communicate(timeout=180)
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The url of one for all that do not end it; each run begins by giving it its weights."""
+    with served(tiny.save(tiny.llama(), tmp_path_factory.mktemp("server") / "model")) as (_, url):
+        yield url
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.setenv("TINYLLM_ADMIN_KEY", KEY)
@@ -72,10 +79,9 @@ class At(Callback):
             self.action()
 
 
-def test_a_run_through_a_server_is_the_embedded_run_bit_for_bit(here):
+def test_a_run_through_a_server_is_the_embedded_run_bit_for_bit(here, server):
     embedded = run(here, "embedded")
-    with served(here[1]) as (_, url):
-        through = run(here, "served", url)
+    through = run(here, "served", server)
     assert sampled(through, (1, 2, 3)) == sampled(embedded, (1, 2, 3)), "ids, log-probabilities, text, revision"
     assert tiny.equal(tiny.weights(through.model_dir), tiny.weights(embedded.model_dir))
     assert [row["hashes"] for row in tiny.metrics(through.run_dir)] == [
@@ -91,20 +97,12 @@ def test_a_run_through_a_server_is_the_embedded_run_bit_for_bit(here):
 
 
 @pytest.mark.slow
-def test_a_run_ahead_on_a_server_is_replayed_to_the_bit(here):
+def test_a_run_ahead_on_a_server_is_replayed_to_the_bit(here, server):
     """The server takes updates while it samples; no pool process is needed. Without a lag it is the embedded run."""
     embedded = run(here, "embedded")
-    with served(here[1]) as (_, url):
-        level = run(here, "level", url, pool={"max_lag": 0}, engine={"max_concurrent": 4})
-        ahead = run(
-            here,
-            "ahead",
-            url,
-            steps=5,
-            pool={"max_lag": 2},
-            sampling={"max_new_tokens": 40},
-            engine={"max_concurrent": 4},
-        )
+    level = run(here, "level", server, pool={"max_lag": 0}, engine={"max_concurrent": 4})
+    long = {"steps": 5, "sampling": {"max_new_tokens": 40}}
+    ahead = run(here, "ahead", server, pool={"max_lag": 2}, engine={"max_concurrent": 4}, **long)
     assert sampled(level, (1, 2, 3)) == sampled(embedded, (1, 2, 3))
     lags = [(row["lag_max"], row["step"]) for row in tiny.metrics(ahead.run_dir)]
     assert max(lags)[0] in (1, 2) and all(lag <= 2 for lag, _ in lags)
@@ -132,14 +130,14 @@ def test_a_killed_server_stops_the_run_and_a_resumed_one_begins_with_an_update(h
 
 
 @pytest.mark.slow
-def test_without_the_admin_key_the_run_does_not_start(here, monkeypatch):
+def test_without_the_admin_key_the_run_does_not_start(here, server, monkeypatch):
     monkeypatch.setenv("TINYLLM_ADMIN_KEY", "other")
-    with served(here[1]) as (_, url), pytest.raises(EngineError, match="--admin-key and set TINYLLM_ADMIN_KEY"):
-        run(here, "served", url)
+    with pytest.raises(EngineError, match="--admin-key and set TINYLLM_ADMIN_KEY"):
+        run(here, "served", server)
 
 
 @pytest.mark.slow
-def test_a_gap_past_the_bound_stops_the_run_before_the_update(here, monkeypatch):
+def test_a_gap_past_the_bound_stops_the_run_before_the_update(here, server, monkeypatch):
     """The server's log-probabilities are moved on their way: the canary would see it, so it is switched off here."""
     from tinyllm.cluster import client
 
@@ -149,11 +147,10 @@ def test_a_gap_past_the_bound_stops_the_run_before_the_update(here, monkeypatch)
         answer.logprobs[:] = [x - 0.3 for x in answer.logprobs]
         return true(self, want, answer, revision)
 
-    with served(here[1]) as (_, url):
-        monkeypatch.setattr(client._Call, "_accept", moved)
-        with pytest.raises(TrainingStopped, match="differ by 0.3 nats per token .* more than engine.max_gap = 0.2"):
-            run(here, "served", url)
-        monkeypatch.undo()
-        monkeypatch.setenv("TINYLLM_ADMIN_KEY", KEY)
-        run(here, "fine", url, steps=1)
+    monkeypatch.setattr(client._Call, "_accept", moved)
+    with pytest.raises(TrainingStopped, match="differ by 0.3 nats per token .* more than engine.max_gap = 0.2"):
+        run(here, "served", server)
+    monkeypatch.undo()
+    monkeypatch.setenv("TINYLLM_ADMIN_KEY", KEY)
+    run(here, "fine", server, steps=1)
     assert tiny.metrics(here[0] / "served") == [], "no step was trained"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from light_rewards import many_digits
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GPT2Config,
@@ -83,18 +84,13 @@ def write_rows(path: Path, count: int = 12) -> Path:
     return path
 
 
-def many_digits(completions: Sequence[str], **_: Any) -> list[float]:
-    """Reward: the share of digits in a completion, so that most groups have members that differ."""
-    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
-
-
 def digits_in_odd_steps(completions: Sequence[str], trainer_state: Any, **_: Any) -> list[float]:
-    """The same reward in every other step; the others have nothing to learn from."""
+    """many_digits in every other step; the others have nothing to learn from."""
     return many_digits(completions) if trainer_state.global_step % 2 else [0.0] * len(completions)
 
 
 def only_in_steps(*steps: int) -> Callable[..., list[float]]:
-    """The same reward in the given steps; the others have nothing to learn from."""
+    """many_digits in the given steps; the others have nothing to learn from."""
 
     def reward(completions: Sequence[str], trainer_state: Any, **_: Any) -> list[float]:
         return many_digits(completions) if trainer_state.global_step in steps else [0.0] * len(completions)
@@ -103,7 +99,7 @@ def only_in_steps(*steps: int) -> Callable[..., list[float]]:
 
 
 def digits_after_odd_numbers(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-    """The same reward for about half of the prompts; the others have nothing to learn from."""
+    """many_digits for about half of the prompts; the others have nothing to learn from."""
     return [v if p[0] in "13579" else 0.0 for p, v in zip(prompts, many_digits(completions), strict=True)]
 
 

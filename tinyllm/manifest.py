@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sys
@@ -68,13 +69,16 @@ def build_manifest(
 
 def versions() -> dict[str, str | None]:
     """Version of Python and of each package that has a part in the numbers; None when it is not installed."""
-    found: dict[str, str | None] = {"tinyllm": tinyllm.__version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    own = {"tinyllm": tinyllm.__version__, "python": platform.python_version()}
+    return own | {name: _version(name) for name in PACKAGES}
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def machine() -> dict[str, Any]:

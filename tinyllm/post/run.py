@@ -163,7 +163,7 @@ class GRPOParts(Parts):
     def train(self, run: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
         if isinstance(self.engine, ServedEngine):
             shared = self.config.engine.folder
-            own = f"{run.path.name}-{hash_bytes(bytes(run.path.resolve()))[:8]}"  # runs elsewhere may be called the same
+            own = f"{run.path.name}-{hash_bytes(bytes(run.path.resolve()))[:8]}"  # others may be called the same
             self.engine.publisher.folder = Path(shared) / own if shared else run.path / "weights"
         return super().train(run, progress, recorded)
 

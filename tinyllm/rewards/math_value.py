@@ -217,7 +217,9 @@ def _numeric_pow(base: Any, exponent: Any) -> Any:
         if mpmath.re(exponent) <= 0:
             raise Undefined("zero to a power that is not positive")
         return mpmath.mpf(0)
-    if abs(exponent) * (abs(mpmath.log(abs(base), 10)) + 1) > MAX_MAGNITUDE:
+    with mpmath.workprec(53):  # a logarithm to all digits would take seconds
+        magnitude = abs(exponent) * (abs(mpmath.log(abs(base), 10)) + 1)
+    if magnitude > MAX_MAGNITUDE:
         raise TooLarge("a power is too large")
     return mpmath.power(base, exponent)
 
@@ -310,8 +312,10 @@ def _agree(left: Tree, right: Tree, digits: int, span: list[float]) -> bool | No
     relative to the largest number met within them."""
     found, bound = None, span[0]
     for a, b in samples([left, right], digits, span):
+        with mpmath.workprec(53):
+            least = mpmath.mpf(10) ** ((bound or span[0]) - digits + 20)
         with mpmath.workdps(digits + 10):
-            if abs(a - b) > mpmath.mpf(10) ** ((bound or span[0]) - digits + 20):
+            if abs(a - b) > least:
                 return False
         found = True
     return found
