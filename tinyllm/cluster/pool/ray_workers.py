@@ -61,6 +61,15 @@ class RayCluster:
 
         return ray.put(value)
 
+    def require_portable(self, build: Callable[[], Any], what: str, remedy: str) -> None:
+        """Raises ConfigError for what another process cannot be given."""
+        from ray import cloudpickle
+
+        try:
+            cloudpickle.dumps(build)
+        except Exception as error:  # whatever a user's object raises when it is copied
+            raise ConfigError(f"{what} cannot be sent to another process ({error}); {remedy}") from error
+
     def worker(self, build: Callable[[], Any]) -> RayWorker:
         """A process in which build() makes the object whose methods are called."""
         return RayWorker(build, self.node)
