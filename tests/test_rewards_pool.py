@@ -75,6 +75,27 @@ def test_children_of_a_killed_worker_are_killed(make):
     assert sleeping() <= before
 
 
+def test_closing_ends_a_call_that_another_thread_has_under_way(make):
+    """As at the second Ctrl-C, while a pool verifies in a thread: nobody waits for its limit of an hour."""
+    verify, ended = make("hang_on_text", timeout_s=3600.0), []
+
+    def call():
+        try:
+            ended.append(judge(verify, ["sleep", "sleep"])[0].reason)
+        except RewardError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    time.sleep(1.0)
+    closing = threading.Thread(target=verify.close, daemon=True)
+    closing.start()
+    for each in (closing, thread):
+        each.join(60.0)
+        assert not each.is_alive()
+    assert ended in (["verifying was ended"], ["its worker died (SIGKILL)"]) and not any(verify.pool._workers)
+
+
 def test_a_worker_whose_parent_is_killed_ends_in_the_middle_of_a_call(tmp_path):
     """SIGKILL of a verifier's process, or of the trainer: a call that sleeps or loops for ever is not left behind."""
     code = (
