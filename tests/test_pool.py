@@ -310,6 +310,7 @@ def test_a_run_that_is_asked_to_stop_leaves_no_process(home, tmp_path, step):
         process.kill()
         process.communicate()
     assert process.returncode == 130 and "tinyllm grpo --resume" in said and "Traceback" not in said, said
+    assert "(raylet)" not in said, said
     assert_none_left(mark)
     assert RunDir.read(tmp_path / "run").load_checkpoint()[0] >= step
 

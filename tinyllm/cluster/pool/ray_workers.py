@@ -83,6 +83,7 @@ class RayCluster:
 
 def _connect(address: str | None, workers: int, store_bytes: int) -> None:
     import ray
+    from ray._private import worker as ray_worker
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     options: dict[str, Any] = {"address": address or "local", "include_dashboard": False, "log_to_driver": False}
@@ -94,6 +95,7 @@ def _connect(address: str | None, workers: int, store_bytes: int) -> None:
         try:
             with _environment():
                 ray.init(**options)
+            ray_worker.print_to_stdstream = lambda *_, **__: None  # how each worker ended; driver.py says it in a line
             return
         except (Exception, SystemExit) as error:
             with suppress(Exception):
