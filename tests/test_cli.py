@@ -1,6 +1,7 @@
 """The command: what it prints, how it fails, with which exit code. Training itself is a stand-in here."""
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ from tinyllm.cli import COMMANDS, main, out_of_memory
 from tinyllm.config import CONFIGS, GRPOConfig
 from tinyllm.errors import ConfigError, TrainingStopped
 from tinyllm.options import options
+from tinyllm.post.pooled import doing
 from tinyllm.progress import (
     LiveProgress,
     PlainProgress,
@@ -282,6 +284,26 @@ def test_live_display_in_a_terminal(tmp_path):
     shown = captured.get()
     assert "step 2/4" in shown and "held-out" not in shown
     assert "sampled in step 2" in shown and "0 + 1 →" in shown
+
+
+def test_workers_of_a_pool_have_lines_of_their_own(tmp_path):
+    """A narrow terminal shows every worker's state whole, not folded into the corner beside the bar."""
+    console = Console(force_terminal=True, width=80, height=30)
+    live = LiveProgress(console)
+    states = {"engine": ["3 running", "starting"], "verifier": ["1 running", "idle", "restarting", "idle"]}
+    try:
+        play(live, tmp_path / "run", replace(CONFIG, train=replace(CONFIG.train, steps=4)))
+        live.on_phase(doing("7 of 16 there, 4 of later steps", states))
+        with console.capture() as captured:
+            console.print(live.draw())
+    finally:
+        live.on_end(None)
+    shown = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", captured.get()).splitlines()]
+    assert "groups     7 of 16 there, 4 of later steps" in shown
+    assert "engines    1: 3 running   2: starting" in shown
+    assert "verifiers  1: 1 running   2: idle   3: restarting   4: idle" in shown
+    (head,) = [line for line in shown if line.startswith("step 2/4")]
+    assert head.endswith("sampling")
 
 
 def test_plain_lines_without_a_terminal(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -162,8 +163,9 @@ def test_bytes_by_hand(shape):
     assert work.microbatches(replace(plain, tokens_per_microbatch=16), 4) == 1
     assert work.collective_bytes(plain, Layout(trainers=1)) == 0
     apart = Layout(trainers=8, engines=1)
-    assert work.collective_bytes(plain, apart) == 7 / 8 * (2 * 4 * ALL + 4 * ALL)
-    assert work.collective_bytes(plain, Layout(trainers=8)) == 7 / 8 * (3 * 4 * ALL + 4 * ALL), "and to sample with"
+    in_bf16 = replace(plain, element_bytes=2, reference=True)
+    assert work.collective_bytes(in_bf16, apart) == 7 / 8 * (2 * 2 * ALL + 4 * ALL + 4 * ALL), "the fp32 masters too"
+    assert work.collective_bytes(in_bf16, Layout(trainers=8)) == work.collective_bytes(in_bf16, apart)
     assert work.published_bytes(plain) == 4 * ALL
     adapters = replace(plain, lora_rank=2, publish_adapters=True)
     assert work.published_bytes(adapters) == 4 * shape.trained(2)
@@ -185,24 +187,36 @@ def test_memory_of_one_process_is_the_estimate_and_the_head(shape):
 
 def test_memory_of_eight_ranks_in_bf16(shape):
     found = parts(trainer_room(spec(shape, torch.bfloat16), Layout(trainers=8, engines=1)))
-    assert found["weights"] == round(2 * ALL / 8)
+    assert found["weights"] == 2 * ALL, "whole on every rank, also where servers sample"
     assert found["gradients"] == round(4 * ALL / 8)
     assert found["optimizer"] == round(12 * ALL / 8), "two moments and the masters"
     assert found["gathered weights"] == 2 * (2 * TABLE + 32 + LAYER) * 7 // 8
     assert found["gathered gradients"] == 4 * max(LAYER, 2 * TABLE + 32) * 7 // 8
     assert "key-value cache" not in found
     itself = parts(trainer_room(spec(shape, torch.bfloat16), Layout(trainers=8)))
-    assert itself["gathered weights"] == 2 * ALL * 7 // 8 and itself["key-value cache"] > 0
+    assert itself["gathered weights"] == found["gathered weights"] and itself["key-value cache"] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("options", [{}, {"lora": {"rank": 2}}, {"beta": 0.04}])
+def test_memory_of_a_rank_is_at_least_what_a_run_on_so_many_asks_for(shape, ranks, options):
+    """So what the plan says to fit is not refused when it starts."""
+    for dtype in (torch.float32, torch.bfloat16):
+        given = spec(shape, dtype, **options)
+        found = parts(trainer_room(given, Layout(trainers=ranks)))
+        for name, size in memory_estimate(shape, dtype, given.config, 64, ranks=ranks).parts:
+            assert found.get(name, 0) == size, name
 
 
 def test_memory_of_adapters(shape):
     found = parts(trainer_room(spec(shape, torch.bfloat16, lora={"rank": 2}, beta=0.04), Layout(trainers=2)))
     adapters = shape.trained(2)
-    assert (found["gradients"], found["optimizer"]) == (4 * adapters / 2, 12 * adapters / 2)
+    assert found["gradients"] == 4 * adapters / 2
+    assert found["optimizer"] == (8 * adapters + 4 * (ALL + adapters)) / 2, "frozen weights are sharded in fp32 too"
     assert "reference model" not in found, "the reference is the model without its adapters"
     assert "gathered gradients" not in found and found["head"] == 12 * 256 * VOCABULARY
     whole = parts(trainer_room(spec(shape, beta=0.04), Layout(trainers=4)))
-    assert whole["reference model"] == ALL
+    assert whole["reference model"] == 4 * ALL, "whole on every rank"
 
 
 def test_memory_of_an_engine(shape):
@@ -216,7 +230,8 @@ def test_memory_of_an_engine(shape):
 @pytest.mark.parametrize("engines", [0, 8])
 def test_more_ranks_never_take_more_memory_each(options, engines):
     given = spec(SEVEN_B, torch.bfloat16, 2048, tokens_per_microbatch=4096, **options)
-    sizes = [trainer_room(given, Layout(trainers=n, engines=engines)).total for n in (1, 2, 3, 4, 8, 16, 64, 512)]
+    counts = (2, 3, 4, 8, 16, 64, 512)  # one process has no fp32 copy of what adapters leave frozen
+    sizes = [trainer_room(given, Layout(trainers=n, engines=engines)).total for n in counts]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -394,6 +409,25 @@ def test_the_pool_of_the_job_is_planned(model, capsys):
     assert plan_of(capsys, *job, "--reward.workers", 5)["layout"]["verifiers"] == 5
 
 
+def test_a_lag_on_several_trainers_is_said_not_to_start(model, capsys):
+    """A pool serves one trainer process, so `tinyllm grpo` would refuse what the plan describes."""
+    words = ["--model", model, "--prompt-tokens", 100, "--gpus", 4, "--engine-gpus", 2]
+    words += ["--tflops", 100, "--bandwidth-gb-s", 1000, "--network-gb-s", 1, "--disk-gb-s", 1, "--verify-s", 0.1]
+    assert any("cannot be started yet" in note for note in plan_of(capsys, *words, "--max-lag", 1)["notes"])
+    assert not any("cannot be started" in note for note in plan_of(capsys, *words)["notes"])
+    assert main(["plan", *map(str, words)]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("fastest use") and "max_lag" in line:
+            assert line.endswith("(cannot be started yet)") == ("1 trainer" not in line)
+
+
+def test_a_step_of_very_many_prompts_is_planned_at_once(model, capsys):
+    words = ["--model", model, "--prompt-tokens", 100, "--tflops", 100, "--bandwidth-gb-s", 1000]
+    begin = time.monotonic()
+    plan_of(capsys, *words, "--prompts_per_step", 10**9)
+    assert time.monotonic() - begin < 30
+
+
 def test_another_job_is_extrapolated_with_the_reasons(tmp_path, model, capsys):
     run = made_run(tmp_path / "run", model)
     one = {hop["name"]: hop for hop in plan_of(capsys, "--run", run)["hops"]}
@@ -503,6 +537,7 @@ def test_measured_here(model, capsys, monkeypatch):
     ("words", "message"),
     [
         (["--gpus", "0"], "--gpus 0: must be at least 1"),
+        (["--gpus", "1000000"], "--gpus 1000000: plans are made for at most 4096 devices; lower it"),
         (["--gpus", "many"], "tinyllm plan: argument --gpus: invalid int value: 'many'"),
         (["--gpus", "2", "--engine-gpus", "2"], "--engine-gpus 2: leaves none of --gpus 2 to train on"),
         (["--gpus", "8", "--engine-gpus", "3", "--gpus-per-engine", "2"], "not a multiple of --gpus-per-engine 2"),

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -20,6 +21,7 @@ from tiny import metrics, rollouts, weights
 from tinyllm.callbacks import Callback
 from tinyllm.cluster.pool.ray_workers import RayCluster
 from tinyllm.configio import to_toml
+from tinyllm.errors import ConfigError
 from tinyllm.htmlreport.health import findings
 from tinyllm.ledger import selection
 from tinyllm.post import pooled
@@ -308,6 +310,7 @@ def test_a_run_that_is_asked_to_stop_leaves_no_process(home, tmp_path, step):
         process.kill()
         process.communicate()
     assert process.returncode == 130 and "tinyllm grpo --resume" in said and "Traceback" not in said, said
+    assert "(raylet)" not in said, said
     assert_none_left(mark)
     assert RunDir.read(tmp_path / "run").load_checkpoint()[0] >= step
 
@@ -321,6 +324,18 @@ def test_a_short_run_with_a_long_lag_ends_by_itself(home, tmp_path, pools, steps
 
 
 # Faults
+
+
+def test_a_reward_that_cannot_be_copied_is_refused_before_anything_runs(train, pools, tmp_path):
+    lock = threading.Lock()
+
+    def locked(completions, **_):
+        with lock:
+            return share(completions)
+
+    with pytest.raises(ConfigError, match="cannot be sent to another process.*leave out pool.verifiers"):
+        train("run", locked, pool={"engines": 1, "verifiers": 1})
+    assert not (tmp_path / "run" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("kind", ["engine", "verifier"])

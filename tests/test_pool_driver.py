@@ -14,7 +14,7 @@ from tinyllm import cli
 from tinyllm.cluster.pool.books import Work
 from tinyllm.cluster.pool.driver import Driver
 from tinyllm.cluster.pool.workers import Staff, ThreadWorker, WorkerDied
-from tinyllm.errors import ConfigError, EngineError
+from tinyllm.errors import ConfigError, EngineError, ModelError
 from tinyllm.post import run as runs
 from tinyllm.post.judging import Judge, OneAtATime, without_verdict
 from tinyllm.records import Prompt, Revision, Verdict
@@ -144,6 +144,11 @@ def test_groups_go_through_and_weights_come_first(played):
     assert [t.revision for t in traces] == [0, 0, 0, 1] and {t.engine for t in traces} == {"engine 1"}
 
 
+def test_a_deadline_without_end_is_kept_waiting_for(played):
+    """Seconds that no clock of the system can wait for at once."""
+    played(engine, deadline_s=1e300).run(2)
+
+
 def test_groups_are_shared_between_engines(played):
     begun = {}
 
@@ -269,6 +274,21 @@ def test_what_a_verifier_raises_is_the_reason_of_its_group():
 
 
 # What is refused
+
+
+def test_an_empty_world_size_is_no_rank(home, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "")
+    pool = {"engines": 1, "ray_address": "nowhere"}
+    config = tiny.config(home / "model", home / "rows.jsonl", tmp_path / "run", pool=pool, sampling={"top_k": 1})
+    with pytest.raises(ConfigError, match="top_k"):
+        runs.train(config, reward=tiny.many_digits)
+
+
+def test_engines_that_do_not_fit_into_memory_are_refused(home, tmp_path):
+    config = tiny.config(home / "model", home / "rows.jsonl", tmp_path / "run", pool={"engines": 10_000_000})
+    with pytest.raises(ModelError, match=r"engines of the pool .* GiB.*sampling.max_batch, pool.engines"):
+        runs.train(config, reward=tiny.many_digits)
+    assert not (tmp_path / "run" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,14 @@ WORKER = str(Path(__file__).with_name("rank_worker.py"))
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 JUDGE = """
-import os, signal
+import os, psutil, signal, time
 
 def digits(prompts, completions, trainer_state, log_extra, log_metric, **columns):
     if os.environ.get("RANK", "0") == os.environ.get("KILLED_RANK") and trainer_state.global_step == 3:
         os.kill(os.getppid(), signal.SIGKILL)  # the rank that this worker judges for
+    if "STOPPED_BY" in os.environ and os.environ.get("RANK") == "0" and trainer_state.global_step == 2:
+        os.kill(psutil.Process(os.getppid()).ppid(), int(os.environ.pop("STOPPED_BY")))  # torchrun
+        time.sleep(2.0)
     values = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
     log_extra("shown", [text.upper() for text in completions])
     log_metric("mean", sum(values) / len(values))
@@ -325,6 +328,21 @@ def test_a_mistake_is_told_once(folder):
     assert done.returncode != 0 and "exitcode  : 2" in done.stderr
     lines = [line for line in done.stderr.splitlines() if "missing.jsonl" in line]
     assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+
+
+@pytest.mark.slow
+def test_asking_torchrun_to_stop_saves_the_step_and_one_process_goes_on(folder, alone, monkeypatch):
+    """SIGTERM to torchrun, which passes it on to the ranks (Ctrl-C goes the same way)."""
+    monkeypatch.chdir(folder)
+    words = ("-m", "tinyllm", "grpo", "--config", "grpo.toml", "--run.dir", "stopped")
+    done = launch(*words, folder=folder, STOPPED_BY=str(int(signal.SIGTERM)))
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "tinyllm grpo --resume" in line]
+    assert len(lines) == 1 and lines[0].startswith("stopped: after step 2"), done.stderr
+    run = RunDir.read("stopped")
+    assert [row["step"] for row in run.metrics("train")] == [1, 2] and run.checkpoints.steps() == [2]
+    runs.resume(folder / "stopped")
+    same_run(alone, folder / "stopped")
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -71,6 +73,50 @@ def test_children_of_a_killed_worker_are_killed(make):
     assert judge(make("child", timeout_s=1.0), ["a"])[0].reason == "timed out after 1 s"
     time.sleep(0.2)
     assert sleeping() <= before
+
+
+def test_closing_ends_a_call_that_another_thread_has_under_way(make):
+    """As at the second Ctrl-C, while a pool verifies in a thread: nobody waits for its limit of an hour."""
+    verify, ended = make("hang_on_text", timeout_s=3600.0), []
+
+    def call():
+        try:
+            ended.append(judge(verify, ["sleep", "sleep"])[0].reason)
+        except RewardError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    time.sleep(1.0)
+    closing = threading.Thread(target=verify.close, daemon=True)
+    closing.start()
+    for each in (closing, thread):
+        each.join(60.0)
+        assert not each.is_alive()
+    assert ended in (["verifying was ended"], ["its worker died (SIGKILL)"]) and not any(verify.pool._workers)
+
+
+def test_a_worker_whose_parent_is_killed_ends_in_the_middle_of_a_call(tmp_path):
+    """SIGKILL of a verifier's process, or of the trainer: a call that sleeps or loops for ever is not left behind."""
+    code = (
+        "from test_rewards import data, prompt, completion\nfrom tinyllm.config import RewardConfig\n"
+        "from tinyllm.rewards import make_verify\n"
+        "config = RewardConfig(functions=('reward_functions:child',), timeout_s=3600.0)\n"
+        "make_verify(config, data(prompt()))([prompt()], [completion('a')], 1)"
+    )
+    folder = os.path.dirname(__file__)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(folder), folder])}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=environment) as parent:
+        process, left, end = psutil.Process(parent.pid), [], time.monotonic() + 300
+        while not any(child.name() == "sleep" for child in left):
+            assert parent.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+            left = process.children(recursive=True)
+        parent.kill()
+    gone, alive = psutil.wait_procs(left, timeout=60)
+    for child in alive:
+        child.kill()
+    assert len(gone) >= 2 and not alive
 
 
 def test_each_call_is_made_once_and_state_and_logs_come_back(make):

@@ -74,7 +74,7 @@ class Callback:
     """Base of all callbacks; each method does nothing until it is overridden."""
 
     def on_phase(self, phase: str) -> None:
-        """What is being done from now on, in a few words: "loading the model", "sampling"."""
+        """What is being done from now on, in a few words: "loading the model", "sampling". Lines below say more."""
 
     def on_start(self, info: RunInfo) -> None:
         """The run directory exists; the first evaluation comes next."""

@@ -219,7 +219,10 @@ def memory_estimate(
     if isinstance(config, GRPOConfig):
         sampling = config.sampling
         cached = sampling.cache_tokens or sampling.max_batch * longest
-        parts.append(("key-value cache", cached * shape.cache_bytes(size)))
+        cache = cached * shape.cache_bytes(size)
+        parts.append(("key-value cache", cache))
+        if config.pool.engines and config.pool.ray_address is None:  # processes of this machine
+            parts.append(("engines of the pool", config.pool.engines * (shape.parameters * size + cache)))
         in_step = config.train.prompts_per_step * (longest + (sampling.group_size - 1) * sampling.max_new_tokens)
     else:
         in_step = config.train.batch_size * longest * (2 if isinstance(config, DPOConfig) else 1)
@@ -246,6 +249,7 @@ def require_memory(name: str, estimate: MemoryEstimate, device: str) -> None:
         remedy = "choose a smaller model"
         if len(estimate.parts) > 1:
             remedy += ", or train adapters (--lora.rank 16), or lower train.tokens_per_microbatch, sampling.max_batch"
+            remedy += ", pool.engines" if dict(estimate.parts).get("engines of the pool") else ""
         raise ModelError(
             f"model {name} is too large for this machine: it needs about {estimate}, and {device} has {gib(free)} free "
             f"of {gib(total)}; {remedy}"

@@ -132,6 +132,7 @@ class LiveProgress(PlainProgress):
         if self.info is None:
             return Stack(Text(f"{self.phase} …", style="dim"))
         total = self.info.config.train.steps
+        phase, *workers = self.phase.splitlines()
         head = Table.grid(padding=(0, 2))
         elapsed = duration(time.monotonic() - self.started)
         left = f"{duration(self.time_left())} left" if self.seconds else ""
@@ -139,9 +140,9 @@ class LiveProgress(PlainProgress):
             Text(f"step {self.steps_done}/{total}", style="bold"),
             ProgressBar(total=max(total, 1), completed=self.steps_done, width=36, complete_style="green"),
             Text(f"{elapsed}  {left}"),
-            Text(self.phase, style="dim"),
+            Text(phase, style="dim"),
         )
-        lines: list[Any] = [Text(""), head]
+        lines: list[Any] = [Text(""), head, *(Text(line, style="dim") for line in workers)]
         if self.numbers:
             lines.append(Text("  ".join(self.numbers), overflow="ellipsis", no_wrap=True))
         if self.rewards:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tinyllm.config import GRPOConfig
 from tinyllm.configio import load_toml, overlay, parse_overrides
 from tinyllm.errors import ConfigError, ModelError, RunError
+from tinyllm.plan.room import MOST_DEVICES
 from tinyllm.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def _check(given: argparse.Namespace) -> None:
         least, value = default or 0, getattr(given, name)
         if value is not None and value < least:
             raise ConfigError(f"{_flag(name)} {value}: must be at least {least}")
+    if given.gpus > MOST_DEVICES:
+        raise ConfigError(f"--gpus {given.gpus}: plans are made for at most {MOST_DEVICES} devices; lower it")
     if given.engine_gpus >= given.gpus:
         raise ConfigError(
             f"--engine-gpus {given.engine_gpus}: leaves none of --gpus {given.gpus} to train on; lower it"

@@ -9,6 +9,7 @@ training share the devices, and only verification overlaps: their sum takes the 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -231,14 +232,18 @@ def _bound(stages: dict[str, float], max_lag: int) -> str:
 
 def engines_needed(job: Job, layout: Layout, rates: Rates) -> int | None:
     """The fewest engines apart whose sampling takes no longer than these trainers' own hops."""
-    apart = replace(layout, engines=1)
-    for engines in range(1, math.ceil(job.groups) + 1):
-        stages = stage_seconds(step_hops(job, replace(apart, engines=engines), rates), apart)
-        if not stages["sample"] or not stages["train"]:
-            return None
-        if stages["sample"] <= stages["train"]:
-            return engines
-    return None
+
+    def stages(engines: int) -> dict[str, float]:
+        apart = replace(layout, engines=engines)
+        return stage_seconds(step_hops(job, apart, rates), apart)
+
+    def enough(engines: int) -> bool:
+        return stages(engines)["sample"] <= stages(engines)["train"]
+
+    most = math.ceil(job.groups)
+    if not stages(most)["sample"] or not stages(most)["train"] or not enough(most):
+        return None
+    return 1 + bisect.bisect_left(range(1, most + 1), True, key=enough)  # more engines never sample longer
 
 
 def verifiers_needed(hops: tuple[Hop, ...], layout: Layout) -> int | None:
@@ -284,5 +289,7 @@ def _notes(job: Job, layout: Layout, rates: Rates, hops: tuple[Hop, ...]) -> Ite
         yield "an engine on several devices is counted as that many times as fast; its own traffic is left out"
     if layout.max_lag and not layout.engines:
         yield "max_lag overlaps only verification here: the trainers sample themselves (--engine-gpus gives engines)"
+    if layout.max_lag and layout.trainers > 1:
+        yield f"max_lag {layout.max_lag} needs a pool, which serves one trainer process: this cannot be started yet"
     if job.groups < (layout.engines or layout.trainers):
         yield f"{job.groups:g} groups a step leave some of {layout.engines or layout.trainers} samplers without work"

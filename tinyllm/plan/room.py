@@ -2,13 +2,13 @@
 
 A trainer rank of N (FSDP, N = 1: one process):
 
-    (weights + gradients + optimizer + reference model) / N
-    + (N - 1)/N (gathered weights: the whole model where the ranks sample, else all outside the layers and one layer)
+    weights + reference model (whole on each rank) + (gradients + optimizer, of several ranks with fp32 masters) / N
+    + (N - 1)/N (gathered weights: all outside the layers and one layer)
     + (N - 1)/N (fp32 gradients of the largest group, before they are reduced)
     + key-value cache (where the ranks sample) + activations + head
 
-The parts of one process are those of memory.memory_estimate, which `tinyllm grpo` checks at its start. The head works
-on blocks of 256 rows: three fp32 matrices [rows, vocabulary], and the fp32 gradient of its weights.
+What is not gathered is what memory.memory_estimate counts, which `tinyllm grpo` checks at its start. The head works on
+blocks of 256 rows: three fp32 matrices [rows, vocabulary], and the fp32 gradient of its weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADROOM = 0.9
 """Share of a device's memory that may be planned; the rest is for allocator, kernels and driver."""
 HEAD_ROWS = 256
 """Rows of the head's blocks (post/logprobs.py)."""
-SHARDED = ("weights", "gradients", "optimizer", "reference model")
+SHARDED = ("gradients", "optimizer")
 MOST_DEVICES = 4096
 
 
@@ -91,16 +91,14 @@ def trainer_room(spec: Spec, layout: Layout) -> Room:
     n, size, shape = layout.trainers, spec.dtype.itemsize, spec.shape
     samples = not layout.engines
     parts = []
-    for name, whole in memory_estimate(shape, spec.dtype, spec.config, spec.longest).parts:
-        if not whole or (name == "key-value cache" and not samples):
+    for name, own in memory_estimate(shape, spec.dtype, spec.config, spec.longest, ranks=n).parts:
+        if not own or name == "engines of the pool" or (name == "key-value cache" and not samples):
             continue
-        share = n if name in SHARDED else 1
-        how = HOW[name] + (f", 1/{n} of it" if share > 1 else "")
-        parts.append(Part(name, round(whole / share), "extrapolated" if name == "activations" else "computed", how))
+        how = HOW[name] + (f", 1/{n} of it" if n > 1 and name in SHARDED else "")
+        parts.append(Part(name, own, "extrapolated" if name == "activations" else "computed", how))
     if n > 1:
-        gathered = shape.parameters if samples else shape.root + shape.block
-        what = "the whole model to sample with" if samples else "embeddings, head and one layer"
-        parts.append(Part("gathered weights", gathered * size * (n - 1) // n, "computed", f"{what}, of other ranks"))
+        how = "embeddings, head and one layer, of other ranks"
+        parts.append(Part("gathered weights", (shape.root + shape.block) * size * (n - 1) // n, "computed", how))
         if not spec.config.lora.rank:
             largest = max(shape.root, shape.block)
             how = "fp32, of the largest group before it is reduced"

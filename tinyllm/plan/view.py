@@ -150,7 +150,8 @@ def _summary(plan: Plan) -> Iterator[str]:
 def _best(split: Split, devices: int) -> str:
     kind = "synchronous" if not split.layout.max_lag else f"max_lag {split.layout.max_lag}"
     what = f"fastest use of {devices} device{_s(devices)} that fits, {kind}"
-    return f"{what}: {describe(split.layout)}, {_seconds(split.step_s)} s a step"
+    later = " (cannot be started yet)" if split.layout.max_lag and split.layout.trainers > 1 else ""
+    return f"{what}: {describe(split.layout)}, {_seconds(split.step_s)} s a step{later}"
 
 
 def _seconds(value: float) -> str:

@@ -178,12 +178,9 @@ def microbatches(job: Job, trainers: int) -> int:
 def collective_bytes(job: Job, layout: Layout) -> float:
     """What a rank receives in a step; 0 for one rank.
 
-    (N - 1)/N of: in every micro-batch the weights for forward and for backward and the fp32 gradients, and once more
-    the weights for a reference policy; and the whole weights once when the ranks sample themselves.
+    (N - 1)/N of: in every micro-batch the weights for forward and for backward and the fp32 gradients; and after the
+    step the fp32 masters, of which every rank makes its whole weights. A reference policy is whole on every rank.
     """
-    n, whole = layout.trainers, weight_bytes(job)
-    passes = microbatches(job, n)
-    update = passes * (2 * whole + 4 * job.trained)
-    reference = passes * whole if job.reference else 0
-    sampling = 0 if layout.engines else whole
-    return (n - 1) / n * (job.updates * update + reference + sampling)
+    n = layout.trainers
+    update = microbatches(job, n) * (2 * weight_bytes(job) + 4 * job.trained)
+    return (n - 1) / n * (job.updates * update + 4 * job.trained)

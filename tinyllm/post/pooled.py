@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -41,6 +41,15 @@ _LOOK_S = 0.5
 def is_pooled(config: GRPOConfig) -> bool:
     """Whether a run samples ahead, or verifies, in workers of its own."""
     return bool(config.pool.engines or config.pool.verifiers or config.pool.max_lag)
+
+
+def doing(groups: str, states: Mapping[str, Sequence[str]]) -> str:
+    """What a pool does: the phase, and below it a line on the groups and one on each kind of worker."""
+    lines = ["sampling", f"{'groups':10} {groups}"]
+    for kind, each in states.items():
+        told = [f"{number}: {state}" for number, state in enumerate(each, 1)] if len(each) > 1 else each
+        lines.append(f"{kind.removesuffix('s') + 's':10} {'   '.join(told)}")
+    return "\n".join(lines)
 
 
 class Pool:
@@ -96,6 +105,9 @@ class Pool:
             return Staff("verifier", 1, lambda: ThreadWorker(lambda: Judge(verify)), capacity=1)
         assert self.cluster is not None
         build = partial(build_judge, judged, replace(data, train=data.train[:1], held_out=()))
+        self.cluster.require_portable(
+            build, "the reward function", "give it as module:function, or leave out pool.verifiers"
+        )
         make = partial(self.cluster.worker, build)
         return Staff("verifier", settings.verifiers, make, 1, settings.group_deadline_s)
 
@@ -242,11 +254,10 @@ class PoolSource:
         return groups
 
     def _doing(self, number: int) -> str:
-        """What the workers do, in one line."""
         ahead = sum(len(step.judged) for later, step in self._steps.items() if later > number)
         step = self._steps[number]
-        states = "; ".join(self.pool.driver.states())
-        return f"step {number}: {len(step.judged)} of {len(step.prompts)} groups, {ahead} ahead; {states}"
+        groups = f"{len(step.judged)} of {len(step.prompts)} there, {ahead} of later steps"
+        return doing(groups, self.pool.driver.states())
 
     def _account(self, waited_s: float) -> None:
         """Seconds that the trainer waited, and the share of the time since the last step in which workers had nothing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Any
 from tinyllm import models, rewards, tasks
 from tinyllm.callbacks import Callback, RunResult
 from tinyllm.cluster.pool.ray_workers import require_ray
-from tinyllm.cluster.ranks import here
+from tinyllm.cluster.ranks import here, several
 from tinyllm.cluster.served import ServedEngine
 from tinyllm.cluster.shared_run import shared_run
 from tinyllm.config import Config, GRPOConfig
@@ -250,7 +249,7 @@ class _Resumed:
 def _check(config: GRPOConfig) -> None:
     if config.pool.engines or config.pool.verifiers:
         require_ray()
-    if is_pooled(config) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if is_pooled(config) and several():
         raise ConfigError(
             "a pool serves one trainer process, and WORLD_SIZE is more than 1; leave --pool out, or torchrun"
         )

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,7 @@ class Pool:
         self.memory = memory or max(4 << 30, total // 2 // workers)
         self._workers: list[_Worker | None] = [None] * workers
         self._lock = threading.Lock()
+        self._closing = False
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -89,8 +91,13 @@ class Pool:
         return [result or {"failed": "no result"} for result in results]
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers. A call that another thread has under way ends too: what it waited for has failed."""
+        self._closing = True
+        for worker in filter(None, list(self._workers)):
+            with suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
         with self._lock:
+            self._closing = False
             _kill_all(self._workers)
 
     def _round(
@@ -110,6 +117,8 @@ class Pool:
                 results[index] = result
 
         while open_jobs:
+            if self._closing:
+                raise RewardError("verifying was ended")
             self._dispatch(jobs, waiting)
             with selectors.DefaultSelector() as selector:
                 busy = [worker for worker in self._workers if worker and (worker.job is not None or not worker.ready)]

@@ -2,7 +2,8 @@
 
 Messages are JSON with an 8-byte length before them; results are plain numbers and texts, never pickles. The parent
 (pool.py)
-keeps the clock and kills; here stands only a backstop for a parent that is gone: a limit on CPU time.
+keeps the clock and kills; here stands only what ends a worker whose parent is gone: a thread that looks after it, and,
+where a call keeps even that from running, a limit on CPU time.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from tinyllm.errors import TinyLLMError
@@ -46,6 +50,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what user code prints goes to the terminal, not between results
     built: dict[str, Any] = {}
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     out.write(pack({"ready": True}))
     out.flush()
     while (job := read_message(sys.stdin.buffer)) is not None:
@@ -56,6 +61,15 @@ def main() -> None:
             answer = {"error": str(error)}
         out.write(pack(answer))
         out.flush()
+
+
+def _end_with(parent: int) -> None:
+    """When the parent is gone, ends this process and what it started: a call that hangs reads no end of input."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    with suppress(ProcessLookupError):
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 def _limit_cpu(timeout_s: float) -> None:

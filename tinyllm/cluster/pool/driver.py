@@ -90,9 +90,9 @@ class Driver:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
-    def states(self) -> list[str]:
-        """What each worker is doing, in words."""
-        return [f"{seat.name}: {seat.state()}" for stage in self.stages for seat in stage.seats]
+    def states(self) -> dict[str, list[str]]:
+        """What each worker is doing, in words, by kind of worker."""
+        return {stage.seats[0].staff.name: [seat.state() for seat in stage.seats] for stage in self.stages}
 
     def busy_seconds(self) -> dict[str, float]:
         """By kind of worker, how long they have had work so far, all together."""
@@ -126,7 +126,7 @@ class Driver:
     def _act(self) -> None:
         """Everything that has come in; waits for the first until the next deadline."""
         moments = [moment for stage in self.stages for seat in stage.seats if (moment := due(seat)) is not None]
-        pause = max(0.01, min(moments) - time.monotonic()) if moments else None
+        pause = min(3600.0, max(0.01, min(moments) - time.monotonic())) if moments else None
         try:
             self._inbox.get(timeout=pause)()
             while True:

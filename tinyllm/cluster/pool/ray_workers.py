@@ -61,6 +61,15 @@ class RayCluster:
 
         return ray.put(value)
 
+    def require_portable(self, build: Callable[[], Any], what: str, remedy: str) -> None:
+        """Raises ConfigError for what another process cannot be given."""
+        from ray import cloudpickle
+
+        try:
+            cloudpickle.dumps(build)
+        except Exception as error:  # whatever a user's object raises when it is copied
+            raise ConfigError(f"{what} cannot be sent to another process ({error}); {remedy}") from error
+
     def worker(self, build: Callable[[], Any]) -> RayWorker:
         """A process in which build() makes the object whose methods are called."""
         return RayWorker(build, self.node)
@@ -74,6 +83,7 @@ class RayCluster:
 
 def _connect(address: str | None, workers: int, store_bytes: int) -> None:
     import ray
+    from ray._private import worker as ray_worker
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     options: dict[str, Any] = {"address": address or "local", "include_dashboard": False, "log_to_driver": False}
@@ -85,6 +95,7 @@ def _connect(address: str | None, workers: int, store_bytes: int) -> None:
         try:
             with _environment():
                 ray.init(**options)
+            ray_worker.print_to_stdstream = lambda *_, **__: None  # how each worker ended; driver.py says it in a line
             return
         except (Exception, SystemExit) as error:
             with suppress(Exception):
