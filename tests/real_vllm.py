@@ -133,5 +133,7 @@ def test_five_steps_with_an_adapter_per_revision_and_the_death_of_the_engine(vll
     with pytest.raises(EngineError, match="no server is left to sample on"):
         runs.train(options(folder, vllm, tmp_path / "dies", 5), reward=tiny.many_digits, callbacks=[Died(2, vllm)])
     assert [row["step"] for row in tiny.metrics(tmp_path / "dies")] == [1, 2]
-    left = subprocess.run(["pgrep", "-g", str(vllm.process.pid)], capture_output=True, text=True).stdout.split()
+    vllm.process.wait(30)
+    alive = ["pgrep", "--runstates", "R,S,D,T", "-g", str(vllm.process.pid)]  # not those that nobody has waited for
+    left = subprocess.run(alive, capture_output=True, text=True).stdout.split()
     assert not left, "no process is left of it"
