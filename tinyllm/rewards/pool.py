@@ -71,13 +71,14 @@ class Pool:
         self.memory = memory or max(4 << 30, total // 2 // workers)
         self._workers: list[_Worker | None] = [None] * workers
         self._lock = threading.Lock()
-        self._closing = False
+        self._closed = False
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
         """The result of each job, in order: what the worker answered, or {"failed": why}.
 
-        Raises RewardError when a job breaks its contract (its function or verifier cannot be built, a wrong count).
+        Raises RewardError when a job breaks its contract (its function or verifier cannot be built, a wrong count), and
+        when the pool is closed.
         """
         with self._lock:
             results: list[dict[str, Any] | None] = [None] * len(jobs)
@@ -91,13 +92,12 @@ class Pool:
         return [result or {"failed": "no result"} for result in results]
 
     def close(self) -> None:
-        """End all workers. A call that another thread has under way ends too: what it waited for has failed."""
-        self._closing = True
+        """End all workers, for good. A call that another thread has under way fails, and so does any later one."""
+        self._closed = True
         for worker in filter(None, list(self._workers)):
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
         with self._lock:
-            self._closing = False
             _kill_all(self._workers)
 
     def _round(
@@ -117,7 +117,7 @@ class Pool:
                 results[index] = result
 
         while open_jobs:
-            if self._closing:
+            if self._closed:
                 raise RewardError("verifying was ended")
             self._dispatch(jobs, waiting)
             with selectors.DefaultSelector() as selector:
