@@ -243,7 +243,7 @@ def test_the_coverage_table_has_every_design(monkeypatch, capsys):
 @pytest.mark.slow
 def test_engine(tmp_path):
     out = tmp_path / "engine.json"
-    sizes = ("--batch", 4, "--prompt-tokens", 5, "--tokens", 4, "--rounds", 2)
+    sizes = ("--batch", 4, "--group", 2, "--prompt-tokens", 5, "--tokens", 4, "--rounds", 2)
     sides = ("engine", "served", "transformers")
     done = script(
         "engine", "--tiny", "--dtype", "float32", "--sides", ",".join(sides), *sizes, "--threads", 1, "--out", out
