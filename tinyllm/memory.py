@@ -56,7 +56,7 @@ def in_brief_thread(function: Callable[[], T]) -> T:
 
     A thread that has computed in parallel keeps its OpenMP workers as long as it lives. Where two threads have some,
     GNU's OpenMP counts more workers than cores and lets them sleep at every parallel region: an engine in a thread
-    beside a main thread that loaded the model decoded at 0.6 of the speed (docs/benchmarks.md).
+    beside a main thread that loaded the model decodes at two thirds of its speed.
     """
     with ThreadPoolExecutor(1, "brief") as threads:
         return threads.submit(function).result()
