@@ -96,6 +96,14 @@ def test_a_run_through_a_server_is_the_embedded_run_bit_for_bit(here, server):
     assert replay(through.run_dir, sample=True).divergence is None, "without the server"
 
 
+def test_runs_of_one_name_share_a_folder_for_weights_and_leave_each_others(here, server):
+    shared = here[0] / "shared"
+    for name in ("a/run", "b/run"):
+        run(here, name, server, steps=1, engine={"folder": str(shared)})
+    own = [sorted(path.name.partition("-")[0] for path in folder.iterdir()) for folder in shared.iterdir()]
+    assert own == [["v0", "v1"]] * 2
+
+
 @pytest.mark.slow
 def test_a_run_ahead_on_a_server_is_replayed_to_the_bit(here, server):
     """The server takes updates while it samples; no pool process is needed. Without a lag it is the embedded run."""
