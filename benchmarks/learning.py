@@ -8,7 +8,7 @@ where the CPU multiplies bf16 natively (pure bf16 weights lose updates at these 
 checkpointing.
 
     python benchmarks/learning.py --out results.json
-    python benchmarks/learning.py --seeds 0 --no-trl --every 0      one run of the main job as `make run` has it
+    python benchmarks/learning.py --seeds 0 --no-trl      one run of the main job as `make run` has it
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
         "--seeds", default="0,1,2", help="seeds of tinyllm's runs; empty for none (default: %(default)s)"
     )
     options.add_argument(
-        "--every", type=int, default=6, metavar="STEPS", help="between evaluations; 0: only before and after"
+        "--every", type=int, metavar="STEPS", help="between evaluations; 0: only before and after (default: the job's)"
     )
     options.add_argument("--no-trl", action="store_true", help="leave TRL out")
     options.add_argument(
@@ -83,7 +83,7 @@ def one_run(side: str, seed: int, config: GRPOConfig, arguments: argparse.Namesp
             config,
             seed=seed,
             run=run,
-            eval=replace(config.eval, every=arguments.every),
+            eval=config.eval if arguments.every is None else replace(config.eval, every=arguments.every),
             train=replace(config.train, steps=steps),
         )
         file = Path(folder) / "job.toml"

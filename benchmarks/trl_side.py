@@ -130,16 +130,19 @@ class TRLSide:
                 generation.eos_token_id = None
             self.trainer.generation_kwargs["eos_token_id"] = None
 
-        outer = self
+        outer, updates = self, config.train.updates_per_batch
         self._between: Callable[[int, float], bool] = lambda step, seconds: True
 
         class Clock(TrainerCallback):
             def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                outer._begin = time.perf_counter()
+                if state.global_step % updates == 0:
+                    outer._begin = time.perf_counter()
 
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if state.global_step % updates:
+                    return
                 seconds = time.perf_counter() - outer._begin
-                if not outer._between(state.global_step, seconds):
+                if not outer._between(state.global_step // updates, seconds):
                     control.should_training_stop = True
 
         self.trainer.add_callback(Clock())
@@ -148,7 +151,7 @@ class TRLSide:
     def train(self, between: Callable[[int, float], bool]) -> None:
         """Trains; after each step calls between(step, its seconds), and stops when that is false.
 
-        A step is timed from its beginning (sampling) to its end (weights updated), without the data loader.
+        A step is a batch of rollouts with all its updates, timed from sampling to new weights, without the data loader.
         """
         self._between = between
         self.trainer.train()
@@ -184,10 +187,10 @@ def _arguments(setup: TRLSetup, config: OurConfig, longest: int, folder: Path, s
         loss_type="grpo",
         scale_rewards="group",
         epsilon=0.2,
-        num_iterations=1,
+        num_iterations=train.updates_per_batch,
         use_transformers_continuous_batching=setup.paged,
         transformers_continuous_batching_config=_cache(rows, longest, s.max_new_tokens) if setup.paged else None,
-        max_steps=steps,
+        max_steps=steps * train.updates_per_batch,
         learning_rate=o.lr,
         lr_scheduler_type=o.schedule,
         warmup_steps=o.warmup_steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,15 @@ def test_own_reward_then_inspect_run(home, tmp_path, monkeypatch):
     assert seen.startswith("16 rollouts of 2 steps\n")
 
 
-def test_the_main_job_is_the_defaults():
-    assert load_toml(EXAMPLES / "arithmetic.toml") == GRPOConfig()
+def test_the_main_job_departs_from_the_defaults_where_it_says_so():
+    default = GRPOConfig()
+    assert load_toml(EXAMPLES / "arithmetic.toml") == replace(
+        default,
+        sampling=replace(default.sampling, max_new_tokens=20, temperature=0.8),
+        optimizer=replace(default.optimizer, lr=2e-5),
+        train=replace(default.train, steps=18, updates_per_batch=2),
+        eval=replace(default.eval, every=9),
+    )
 
 
 @pytest.mark.slow
@@ -65,7 +73,7 @@ def test_the_main_job_on_the_bundled_model(tmp_path):
     output = run("-m", "tinyllm", *command, *(x for name, value in small.items() for x in (f"--{name}", value)))
     assert "held-out accuracy after" in output
     (row,) = metrics(path)
-    assert row["updates"] == 1 and row["sampler_equal"] == 1.0
+    assert row["updates"] == 2 and row["sampler_equal"] == 1.0
     assert [row["prompts"] for row in metrics(path, "eval")] == [4, 4]
     from transformers import AutoModelForCausalLM
 
