@@ -135,7 +135,7 @@ class Side(Callback):
             (Policy, "logits", "head, sampling", ("prefill", "decode")),
             (scheduler, "draw", "draw", ("prefill", "decode")),
             (Updater, "_backward", "objective", ()),
-            (tinyllm.post.update, "score", "forward", ("objective",)),
+            (self.updater, "forward", "forward", ("objective",)),
             (torch.Tensor, "backward", "backward", ("objective",)),
             (tinyllm.post.logprobs._Head, "forward", "head, training", ("forward",)),
             (tinyllm.post.logprobs._Head, "backward", "head, training", ("backward",)),
