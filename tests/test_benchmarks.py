@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -29,7 +30,7 @@ def job(model, tmp_path) -> Path:
     file = tmp_path / "job.toml"
     file.write_text(
         f'[model]\nname = "{model}"\n[data.arithmetic]\nheld_out = 150\n[eval]\nprompts = 4\n'
-        "[sampling]\ngroup_size = 2\nmax_new_tokens = 3\n[train]\nsteps = 2\nprompts_per_step = 2\n"
+        "[sampling]\ngroup_size = 2\nmax_new_tokens = 3\n[train]\nsteps = 2\nprompts_per_step = 2\nupdates_per_batch = 2\n"
     )
     return file
 
@@ -116,6 +117,16 @@ def test_learning(job, tmp_path):
         assert run["peak_memory_gib"] > 0.1 and run["seconds"] >= run["evaluations"][-1]["seconds"]
     # The same weights, prompts and verifier: both sides see the same accuracy before training.
     assert len({run["before"] for run in runs}) == 1
+
+
+def test_every_part_of_a_step_is_seen(tmp_path, monkeypatch):
+    scaling, common, side_module = (importlib.import_module(name) for name in ("scaling", "common", "tinyllm_side"))
+    sizes = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=scaling.VOCABULARY, num_hidden_layers=1, **sizes)).eval()
+    timer = common.PartTimer()
+    with scaling._side(model, scaling.Point(1, 2, 2, 4), tmp_path / "run") as side, side.timed(timer):
+        side.step()
+    assert set(timer.take()) == set(side_module.PARTS) - {"reference", "rest"}
 
 
 def test_scaling(tmp_path, monkeypatch, capsys):
