@@ -1,4 +1,4 @@
-"""What keeping freed memory saves (tinyllm.memory.keep_freed_memory): the same step with it and without.
+"""What keeping freed memory saves (tinyllm.model.memory.keep_freed_memory): the same step with it and without.
 
 A step samples 16 prompts x 8 completions of 12 tokens of the bundled model and computes the gradient of their
 log-probabilities in four micro-batches. Each measurement is a process of its own, the two sides in turn.
@@ -17,11 +17,11 @@ import time
 
 from common import Spread, command, finish, parser, start, table
 
-from tinyllm import models
 from tinyllm.engine.engine import Engine
-from tinyllm.engine.head import Policy
-from tinyllm.memory import keep_freed_memory
-from tinyllm.post.logprobs import pack_targets, score
+from tinyllm.engine.head import pack_targets, score
+from tinyllm.engine.policy import Policy
+from tinyllm.model import models
+from tinyllm.model.memory import keep_freed_memory
 from tinyllm.records import Prompt, SamplingParams
 
 SIDES = ("kept", "returned")

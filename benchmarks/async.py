@@ -24,8 +24,8 @@ from common import Spread, command, finish, parser, start, table
 from serve import make_tiny
 
 from tinyllm.callbacks import Callback
-from tinyllm.config import GRPOConfig, PoolConfig
-from tinyllm.configio import load_toml, make_config
+from tinyllm.config.io import load_toml, make_config
+from tinyllm.config.sections import GRPOConfig, PoolConfig
 from tinyllm.errors import ConfigError
 from tinyllm.post.run import train
 from tinyllm.records import Group

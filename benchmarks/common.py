@@ -24,8 +24,8 @@ import psutil
 import torch
 
 from tinyllm.errors import TinyLLMError
-from tinyllm.manifest import machine, versions
-from tinyllm.memory import native_bf16
+from tinyllm.model.memory import native_bf16
+from tinyllm.record.manifest import machine, versions
 
 GEMM_SIZE = 2048
 

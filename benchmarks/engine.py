@@ -28,11 +28,11 @@ from common import Deadline, Spread, against, command, finish, parser, start, ta
 from serve import Jobs, make_tiny, run_engine, run_server, serving
 from vllm_server import ServerError, serve
 
-from tinyllm import models
-from tinyllm.engine.head import Policy
+from tinyllm.engine.policy import Policy
 from tinyllm.engine.scheduler import Scheduler
 from tinyllm.errors import ConfigError, EngineError
-from tinyllm.memory import keep_freed_memory
+from tinyllm.model import models
+from tinyllm.model.memory import keep_freed_memory
 
 Side = Callable[[Jobs], tuple[list[list[int]], float]]
 """Jobs -> (token ids of each, seconds)."""

@@ -27,8 +27,8 @@ from typing import Any
 from common import against, command, finish, parser, start, table
 
 from tinyllm.callbacks import Callback
-from tinyllm.config import GRPOConfig
-from tinyllm.configio import load_toml, to_toml
+from tinyllm.config.io import load_toml, to_toml
+from tinyllm.config.sections import GRPOConfig
 from tinyllm.errors import ConfigError, TinyLLMError
 from tinyllm.stats import wilson
 
@@ -214,10 +214,11 @@ def train_trl(config: GRPOConfig, batch: int, limit_s: float) -> None:
     import torch
     from trl_side import TRLSetup, TRLSide
 
-    from tinyllm import models, rewards, tasks
+    from tinyllm import rewards, tasks
     from tinyllm.engine.engine import Engine
-    from tinyllm.engine.head import Policy
-    from tinyllm.memory import native_bf16
+    from tinyllm.engine.policy import Policy
+    from tinyllm.model import models
+    from tinyllm.model.memory import native_bf16
     from tinyllm.post.evaluation import evaluator
     from tinyllm.records import Completion, Revision, SamplingParams
 

@@ -19,11 +19,11 @@ import torch
 from common import command, finish, parser, start, table
 from trl_side import require_trl
 
-from tinyllm import models
-from tinyllm.config import DPOConfig, SFTConfig
-from tinyllm.configio import make_config
-from tinyllm.engine.head import Policy
+from tinyllm.config.io import make_config
+from tinyllm.config.sections import DPOConfig, SFTConfig
+from tinyllm.engine.policy import Policy
 from tinyllm.errors import TinyLLMError
+from tinyllm.model import models
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.update import Updater, model_scorer
 from tinyllm.records import Group

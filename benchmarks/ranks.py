@@ -23,13 +23,13 @@ import torch
 from common import command, finish, parser, start, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tinyllm import models
-from tinyllm.cluster.fsdp import shard
-from tinyllm.cluster.ranks import SOLO, Ranks, here
-from tinyllm.configio import make_config
-from tinyllm.engine.head import Policy
+from tinyllm.config.io import make_config
+from tinyllm.distributed.fsdp import shard
+from tinyllm.distributed.ranks import SOLO, Ranks, here
+from tinyllm.engine.head import score
+from tinyllm.engine.policy import Policy
 from tinyllm.errors import ConfigError
-from tinyllm.post.logprobs import score
+from tinyllm.model import models
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.update import Updater
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict

@@ -21,13 +21,13 @@ from common import PartTimer, Spread, command, finish, parser, start, table
 from tinyllm_side import RECORDING
 
 from tinyllm.callbacks import Callback
-from tinyllm.config import GRPOConfig
-from tinyllm.configio import load_toml
+from tinyllm.config.io import load_toml
+from tinyllm.config.sections import GRPOConfig
 from tinyllm.errors import ConfigError
 from tinyllm.post.parts import Parts
 from tinyllm.post.run import train
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group
-from tinyllm.rundir import RunDir
 
 MAIN_JOB = Path(__file__).parent.parent / "examples" / "arithmetic.toml"
 TARGETS = (0.05, 0.08)

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from common import command, finish, parser, start, table
 
-from tinyllm.config import GRPOConfig, TrainConfig
-from tinyllm.configio import to_dict
+from tinyllm.config.io import to_dict
+from tinyllm.config.sections import GRPOConfig, TrainConfig
 from tinyllm.errors import ConfigError
-from tinyllm.htmlreport import write_html
-from tinyllm.manifest import build_manifest
+from tinyllm.record.manifest import build_manifest
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
-from tinyllm.rundir import RunDir
+from tinyllm.view.html import write_html
 
 BROWSER = "/usr/bin/chromium"
 FLAGS = (

@@ -30,7 +30,7 @@ from scipy.optimize import nnls
 from tinyllm_side import FOREVER, Side, random_verdicts
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tinyllm.config import (
+from tinyllm.config.sections import (
     EvalConfig,
     GRPOConfig,
     ObjectiveConfig,

@@ -33,12 +33,12 @@ import transformers_server
 from common import Deadline, Spread, against, command, finish, parser, start, table
 from vllm_server import free_port
 
-from tinyllm import models
-from tinyllm.engine.head import Policy
+from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import seed_key
 from tinyllm.engine.scheduler import Job, Sampled, Scheduler
 from tinyllm.errors import ConfigError, EngineError
-from tinyllm.memory import keep_freed_memory
+from tinyllm.model import models
+from tinyllm.model.memory import keep_freed_memory
 from tinyllm.records import SamplingParams
 
 ENGINE, WHOLE, STREAMED, OTHER = "engine", "served, not streamed", "served, streamed", "transformers serve"

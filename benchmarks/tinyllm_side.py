@@ -17,25 +17,25 @@ from typing import Any
 import torch
 from common import PartTimer
 
+import tinyllm.engine.head
 import tinyllm.engine.scheduler
-import tinyllm.post.logprobs
 import tinyllm.post.trainer
 import tinyllm.post.update
-from tinyllm import models
 from tinyllm.callbacks import Callback
-from tinyllm.config import GRPOConfig
-from tinyllm.configio import to_dict
+from tinyllm.config.io import to_dict
+from tinyllm.config.sections import GRPOConfig
 from tinyllm.engine.engine import Engine
-from tinyllm.engine.head import Policy
-from tinyllm.manifest import build_manifest
-from tinyllm.memory import keep_freed_memory
+from tinyllm.engine.policy import Policy
+from tinyllm.model import models
+from tinyllm.model.memory import keep_freed_memory
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.source import InlineSource, PromptOrder
 from tinyllm.post.trainer import Trainer
 from tinyllm.post.update import Updater, model_scorer
+from tinyllm.record.manifest import build_manifest
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Completion, Group, Prompt, Revision, SamplingParams, Verdict
 from tinyllm.rewards.functions import Logged
-from tinyllm.rundir import RunDir
 
 Place = tuple[Any, str, str, tuple[str, ...]]
 """What PartTimer.wrapping takes."""
@@ -137,8 +137,8 @@ class Side(Callback):
             (Updater, "_backward", "objective", ()),
             (self.updater, "forward", "forward", ("objective",)),
             (torch.Tensor, "backward", "backward", ("objective",)),
-            (tinyllm.post.logprobs._Head, "forward", "head, training", ("forward",)),
-            (tinyllm.post.logprobs._Head, "backward", "head, training", ("backward",)),
+            (tinyllm.engine.head._Head, "forward", "head, training", ("forward",)),
+            (tinyllm.engine.head._Head, "backward", "head, training", ("backward",)),
             (Optimizer, "gradient_norm", "optimizer", ()),
             (Optimizer, "step", "optimizer", ()),
             (self.trainer, "weights_hash", "hash", ()),

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import transformers
 
-from tinyllm import models
-from tinyllm.config import GRPOConfig as OurConfig
+from tinyllm.config.sections import GRPOConfig as OurConfig
 from tinyllm.errors import ConfigError
-from tinyllm.memory import available_memory, native_bf16
+from tinyllm.model import models
+from tinyllm.model.memory import available_memory, native_bf16
 from tinyllm.records import Prompt
 
 KINDS = {
@@ -75,7 +75,8 @@ def default_setups(batches: Sequence[int]) -> list[TRLSetup]:
 def fits(model: Any, setup: TRLSetup, sequence: int) -> bool:
     """Whether weights, gradients, moments and the activations of one device batch fit into free memory.
 
-    Activations per token and layer as in tinyllm.memory (8 H + 5 H_q + 4 I elements), without gradient checkpointing.
+    Activations per token and layer as in tinyllm.model.memory
+    (8 H + 5 H_q + 4 I elements), without gradient checkpointing.
     """
     c = model.config.get_text_config()
     head_size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads

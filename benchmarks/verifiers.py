@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tinyllm.rewards import build, sandbox, verify
+from tinyllm.rewards import build, verify
 from tinyllm.rewards.base import Verifier
+from tinyllm.rewards.code import sandbox
 from tinyllm.rewards.combine import pool_verdicts
 from tinyllm.rewards.pool import Pool
 

@@ -28,8 +28,8 @@ from common import Deadline, GemmRate, PartTimer, Spread, against, command, fini
 from tinyllm_side import FOREVER, PARTS, Side, floor_flops, parameter_counts, random_verdicts
 from trl_side import TRLSetup, TRLSide, default_setups, fits, random_reward, require_trl
 
-from tinyllm import models, tasks
-from tinyllm.config import (
+from tinyllm import tasks
+from tinyllm.config.sections import (
     EvalConfig,
     GRPOConfig,
     ModelConfig,
@@ -41,7 +41,8 @@ from tinyllm.config import (
 )
 from tinyllm.engine.packing import Trie
 from tinyllm.errors import ConfigError
-from tinyllm.memory import skeleton
+from tinyllm.model import models
+from tinyllm.model.memory import skeleton
 from tinyllm.records import Prompt
 
 PROMPTS, GROUP = 8, 8

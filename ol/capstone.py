@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from tinyllm.capstone.outcome import MODELS, QUANTITIES, RESULT, SUITES, quantities
 from tinyllm.errors import RunError, TinyLLMError, UserError
 from tinyllm.evals import measure
-from tinyllm.files import read_json
-from tinyllm.rollouts import read_table
-from tinyllm.rundir import RunDir
+from tinyllm.record.files import read_json
+from tinyllm.record.rollouts import read_table
+from tinyllm.record.rundir import RunDir
 
 KINDS = {"1-sft": "sft", "2-pairs": "grpo", "3-dpo": "dpo", "4-grpo": "grpo"}
 STARTS = {"2-pairs": "1-sft", "3-dpo": "1-sft", "4-grpo": "3-dpo"}

@@ -54,7 +54,7 @@ class Chapter:
 
     @property
     def contract(self) -> Path:
-        return self.source.with_suffix(".pyi")
+        return ROOT / "course" / self.id / f"{self.source.stem}.pyi"
 
     def exercise(self) -> str:
         """The source with the bodies of `blank` replaced."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from scripted import STOP, VOCABULARY, scripted
 
-from tinyllm.cluster.client import HTTPRolloutClient
-from tinyllm.cluster.http import Patience
+from tinyllm.engine.remote.client import HTTPRolloutClient
+from tinyllm.engine.remote.http import Patience
 from tinyllm.records import Prompt, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=6, n=2, stop_token_ids=(STOP,), seed=3, step=5)

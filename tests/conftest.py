@@ -35,7 +35,7 @@ def no_picture(monkeypatch) -> None:
     """Drawing report.png takes longer than training here, and has tests of its own; so does probing the machine."""
     import torch
 
-    monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+    monkeypatch.setattr("tinyllm.view.plot.write_report", lambda run: run.path / "report.png")
     monkeypatch.setattr("tinyllm.post.parts.probe", lambda *given: probed(*given, torch.get_num_threads()))
 
 

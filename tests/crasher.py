@@ -17,8 +17,8 @@ from typing import Any
 import tiny
 import torch
 
-from tinyllm.configio import from_dict
-from tinyllm.engine.head import Policy
+from tinyllm.config.io import from_dict
+from tinyllm.engine.policy import Policy
 from tinyllm.post import run
 from tinyllm.post.optimizer import Optimizer
 
@@ -112,7 +112,7 @@ def train(job: dict[str, Any]) -> None:
 
 def command(job: dict[str, Any]) -> int:
     """In the child: the command line, what it prints going to a file."""
-    from tinyllm.cli import main
+    from tinyllm.commands.cli import main
 
     out = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(out, 1)
@@ -128,12 +128,12 @@ def main() -> None:
     import peft  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
-    import tinyllm.progress
-    import tinyllm.report
-    import tinyllm.rollouts
-    import tinyllm.trackers
+    import tinyllm.record.rollouts
+    import tinyllm.view.plot
+    import tinyllm.view.progress
+    import tinyllm.view.trackers
 
-    tinyllm.report.write_report = lambda run: run.path / "report.png"  # type: ignore[assignment]
+    tinyllm.view.plot.write_report = lambda run: run.path / "report.png"  # type: ignore[assignment]
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         job = json.loads(line)

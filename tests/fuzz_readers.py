@@ -17,17 +17,17 @@ import atheris
 
 with atheris.instrument_imports(include=["tinyllm"]):
     from tinyllm.rewards import build, verify
-    from tinyllm.rewards.code import fenced_blocks, find_code, same_output
-    from tinyllm.rewards.code_condition import Condition, ConditionError
-    from tinyllm.rewards.extract import RULES, math_spans, unwrap
-    from tinyllm.rewards.gym_checks import CHECKS
-    from tinyllm.rewards.gym_readers import arithmetic
-    from tinyllm.rewards.json_formats import FORMATS
-    from tinyllm.rewards.json_reader import NotJson, read_json
-    from tinyllm.rewards.languages import language_of
-    from tinyllm.rewards.math_reader import read
-    from tinyllm.rewards.math_tokens import Unreadable
-    from tinyllm.rewards.numbers import last_number, read_number, stated_number
+    from tinyllm.rewards.code.condition import Condition, ConditionError
+    from tinyllm.rewards.code.verifier import fenced_blocks, find_code, same_output
+    from tinyllm.rewards.gym.checks import CHECKS
+    from tinyllm.rewards.gym.readers import arithmetic
+    from tinyllm.rewards.json.formats import FORMATS
+    from tinyllm.rewards.json.reader import NotJson, read_json
+    from tinyllm.rewards.math.reader import read
+    from tinyllm.rewards.math.tokens import Unreadable
+    from tinyllm.rewards.text.extract import RULES, math_spans, unwrap
+    from tinyllm.rewards.text.languages import language_of
+    from tinyllm.rewards.text.numbers import last_number, read_number, stated_number
 
 LIMIT_S = 2.0
 """CPU seconds for one input through everything (some thirty readers and verifiers)."""

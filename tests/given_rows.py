@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tinyllm.config import DPOConfig, SFTConfig
-from tinyllm.configio import make_config
+from tinyllm.config.io import make_config
+from tinyllm.config.sections import DPOConfig, SFTConfig
 
 
 def sft_config(model: Path, rows: Path, out: Path | None = None, base=None, **options):

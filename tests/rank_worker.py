@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from tiny import EOS, gpt2, group, llama
 
-from tinyllm.cluster.fsdp import local, shard
-from tinyllm.cluster.ranks import Ranks, here
-from tinyllm.config import DPOConfig, SFTConfig
-from tinyllm.configio import make_config
-from tinyllm.engine.head import Policy
+from tinyllm.config.io import make_config
+from tinyllm.config.sections import DPOConfig, SFTConfig
+from tinyllm.distributed.fsdp import local, shard
+from tinyllm.distributed.ranks import Ranks, here
+from tinyllm.engine.head import pack_targets, score
+from tinyllm.engine.policy import Policy
 from tinyllm.errors import TinyLLMError
-from tinyllm.files import read_shards, write_shards
-from tinyllm.models import add_lora
+from tinyllm.model.models import add_lora
 from tinyllm.post.grpo import PRESETS
-from tinyllm.post.logprobs import pack_targets, score
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.update import Updater, model_scorer
+from tinyllm.record.files import read_shards, write_shards
 
 LENGTHS = [[(2, 3, EOS), (2, EOS), (4, 5, 6, 7, EOS), (2, 3, EOS)], [(8, 9), (EOS,), (2, EOS), (7, 7, 7)]]
 GROUPS = [
@@ -170,7 +170,7 @@ def shards_are_saved(ranks: Ranks, folder: Path) -> None:
 
 def commands(ranks: Ranks, file: Path) -> None:
     """Each command line of a file, one after the other; the exit codes of this rank go beside it."""
-    from tinyllm.cli import main
+    from tinyllm.commands.cli import main
 
     codes = [main(words) for words in json.loads(file.read_text())]
     file.with_suffix(f".{ranks.rank}").write_text(json.dumps(codes))

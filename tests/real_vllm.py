@@ -16,15 +16,15 @@ import pytest
 import tiny
 import torch
 
-from tinyllm import models
 from tinyllm.callbacks import Callback
-from tinyllm.cluster.client import HTTPRolloutClient
-from tinyllm.config import GRPOConfig
-from tinyllm.configio import make_config
-from tinyllm.engine.head import Policy
+from tinyllm.config.io import make_config
+from tinyllm.config.sections import GRPOConfig
+from tinyllm.engine.head import pack_targets, score
+from tinyllm.engine.policy import Policy
+from tinyllm.engine.remote.client import HTTPRolloutClient
 from tinyllm.errors import EngineError
+from tinyllm.model import models
 from tinyllm.post import run as runs
-from tinyllm.post.logprobs import pack_targets, score
 from tinyllm.records import Prompt, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

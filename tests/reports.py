@@ -11,10 +11,10 @@ import tiny
 from browser import chromium
 from run_samples import RunDir, manifest
 
-from tinyllm.config import CONFIGS, GRPOConfig, ModelConfig
-from tinyllm.configio import to_dict
-from tinyllm.htmlreport import write_html
+from tinyllm.config.io import to_dict
+from tinyllm.config.sections import CONFIGS, GRPOConfig, ModelConfig
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
+from tinyllm.view.html import write_html
 
 ATTACK = "</script><img src=x onerror=document.title='owned'><!--<script>"
 STEPS, PROMPTS, SIZE = 12, 4, 4

@@ -9,12 +9,12 @@ import textwrap
 
 import torch
 
-from tinyllm.config import GRPOConfig, RunConfig, TrainConfig
-from tinyllm.configio import to_dict
+from tinyllm.config.io import to_dict
+from tinyllm.config.sections import GRPOConfig, RunConfig, TrainConfig
 from tinyllm.errors import RunError
-from tinyllm.manifest import build_manifest
+from tinyllm.record.manifest import build_manifest
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
-from tinyllm.rundir import RunDir
 
 __all__ = [
     "CONFIG",

@@ -17,10 +17,10 @@ import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tinyllm.engine.head import Policy
+from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import seed_key
 from tinyllm.engine.scheduler import Job, Sampled, Scheduler
-from tinyllm.models import content_hash
+from tinyllm.model.models import content_hash
 from tinyllm.records import Revision, SamplingParams
 from tinyllm.serve.app import Service, Settings
 from tinyllm.serve.server import address, bind, serve

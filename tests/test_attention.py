@@ -7,8 +7,8 @@ import torch
 import transformers as hf
 
 from tinyllm.engine.attention import PackedPaths, unsupported
-from tinyllm.engine.head import Policy
 from tinyllm.engine.packing import Trie, pack
+from tinyllm.engine.policy import Policy
 from tinyllm.errors import ModelError
 
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import EOS, group
 
-from tinyllm.configio import make_config
+from tinyllm.config.io import make_config
 from tinyllm.engine.packing import Trie
 from tinyllm.post.batch import Batch, Rules, has_signal, make_batch
 

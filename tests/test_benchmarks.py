@@ -218,7 +218,7 @@ def test_parts_count_their_own_time_only(monkeypatch):
 def test_floor_by_hand():
     from tinyllm_side import floor_flops, parameter_counts
 
-    from tinyllm.engine.head import Policy
+    from tinyllm.engine.policy import Policy
 
     policy = Policy(tiny.llama())
     attention = 32 * 32 + 2 * 32 * 16 + 32 * 32  # q, k and v of 2 of 4 heads, o

@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 import torch
 
-from tinyllm import bundled
-from tinyllm.bundled import Bundled, bundled_model
 from tinyllm.errors import ModelError
-from tinyllm.models import load_model, load_tokenizer
+from tinyllm.model import bundled
+from tinyllm.model.bundled import Bundled, bundled_model
+from tinyllm.model.models import load_model, load_tokenizer
 
 PARAMETERS = 280 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
 
@@ -150,9 +150,7 @@ def filled(copied, converted) -> Bundled:
 
 
 def in_a_process(spec: Bundled, before: str = "") -> subprocess.Popen:
-    code = (
-        f"from tinyllm import bundled\n{before}\nprint(bundled.bundled_model(spec=bundled.Bundled(**{asdict(spec)!r})))"
-    )
+    code = f"from tinyllm.model import bundled\n{before}\nprint(bundled.bundled_model(spec=bundled.Bundled(**{asdict(spec)!r})))"
     return subprocess.Popen(
         [sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path.cwd()
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from scripted import STOP, Reply, logprobs, scripted
 
-from tinyllm.cluster.canary import TOLERANCES, Canary, Sung
-from tinyllm.cluster.client import HTTPRolloutClient
-from tinyllm.cluster.dialects import Bad
-from tinyllm.cluster.http import run
+from tinyllm.engine.remote.canary import TOLERANCES, Canary, Sung
+from tinyllm.engine.remote.client import HTTPRolloutClient
+from tinyllm.engine.remote.dialects import Bad
+from tinyllm.engine.remote.http import run
 
 PROMPT = (3, 5, 7)
 TOLERANCE = TOLERANCES["float32"]

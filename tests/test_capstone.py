@@ -13,13 +13,13 @@ from tiny import llama, save
 from ol.capstone import check_capstone
 from ol.cli import main as ol
 from tinyllm.capstone import outcome, stages
-from tinyllm.capstone.command import capstone
 from tinyllm.capstone.rows import HELD_OUT, VERIFIER, shifted_rows, worked, write_rows
 from tinyllm.capstone.stages import Plan
+from tinyllm.commands.capstone import capstone
 from tinyllm.errors import RunError, TinyLLMError
-from tinyllm.files import read_json, write_json
+from tinyllm.record.files import read_json, write_json
+from tinyllm.record.rundir import RunDir
 from tinyllm.rewards.base import build, verify
-from tinyllm.rundir import RunDir
 
 # Rows
 
@@ -90,7 +90,7 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("capstone")
     save(llama(), folder / "model")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+        patched.setattr("tinyllm.view.plot.write_report", lambda run: run.path / "report.png")
         patched.setattr("tinyllm.evals.view.draw", lambda report: b"a picture")
         patched.setattr("tinyllm.capstone.rows.HELD_OUT", 150)
         for module in (stages, outcome):

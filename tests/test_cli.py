@@ -12,12 +12,14 @@ from rich.console import Console
 from run_samples import CONFIG, make_groups, manifest
 
 from tinyllm.callbacks import Callback, Interrupted, RunInfo, RunResult
-from tinyllm.cli import COMMANDS, main, out_of_memory
-from tinyllm.config import CONFIGS, GRPOConfig
+from tinyllm.commands.cli import COMMANDS, main, out_of_memory
+from tinyllm.config.options import options
+from tinyllm.config.sections import CONFIGS, GRPOConfig
 from tinyllm.errors import ConfigError, TrainingStopped
-from tinyllm.options import options
-from tinyllm.post.pooled import doing
-from tinyllm.progress import (
+from tinyllm.pool.source import doing
+from tinyllm.record.rundir import RunDir
+from tinyllm.records import Verdict
+from tinyllm.view.progress import (
     LiveProgress,
     PlainProgress,
     accuracy,
@@ -28,15 +30,13 @@ from tinyllm.progress import (
     score_name,
     sparkline,
 )
-from tinyllm.records import Verdict
-from tinyllm.rundir import RunDir
-from tinyllm.trackers import Tracker, numbers_of
+from tinyllm.view.trackers import Tracker, numbers_of
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def command(*words: str, **options) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "tinyllm.cli", *words]
+    line = [sys.executable, "-m", "tinyllm.commands.cli", *words]
     return subprocess.run(line, capture_output=True, text=True, env=ONE_THREAD, **options)
 
 
@@ -77,7 +77,7 @@ def test_help_of_each_command(name, capsys):
 def test_help_and_mistakes_do_not_wait_for_torch():
     quick = ((["--help"], 0), (["grpo", "--help"], 0), (["grpo", "--group_size", "1"], 2), (["runs", "/proc/self"], 2))
     quick += ((["eval", "--help"], 0), (["eval", "x", "--samples", "0"], 2), (["plan", "--gpus", "0"], 2))
-    code = "import sys, tinyllm.cli as c\n"
+    code = "import sys, tinyllm.commands.cli as c\n"
     code += f"for words, n in {quick}: assert (c.main(words), 'torch' in sys.modules) == (n, False), words"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done
@@ -399,7 +399,7 @@ def test_models_and_tasks(capsys):
 
 
 def test_output_into_a_closed_pipe_is_no_error():
-    line = f"{sys.executable} -m tinyllm.cli grpo --help | true; exit ${{PIPESTATUS[0]}}"
+    line = f"{sys.executable} -m tinyllm.commands.cli grpo --help | true; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
 

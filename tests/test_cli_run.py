@@ -16,7 +16,7 @@ import pytest
 import tiny
 from transformers import AutoModelForCausalLM
 
-from tinyllm.cli import main
+from tinyllm.commands.cli import main
 
 SIZES = "--prompts-per-step 4 --group-size 4 --max-new-tokens 6 --steps 4 --eval.every 2 --checkpoint-every 2 --lr 0.01"
 
@@ -43,7 +43,7 @@ def words(folder: Path, out: str, *more: str) -> list[str]:
 
 def start(folder: Path, *line: str, **streams) -> subprocess.Popen:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent), "COLUMNS": "100"}
-    return subprocess.Popen([sys.executable, "-m", "tinyllm.cli", *line], cwd=folder, env=env, **streams)
+    return subprocess.Popen([sys.executable, "-m", "tinyllm.commands.cli", *line], cwd=folder, env=env, **streams)
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:

@@ -13,9 +13,9 @@ from clients import PARAMS, connect, one, prompts
 from scripted import STOP, VOCABULARY, Reply, draw, scripted
 from tiny import tokenizer
 
-from tinyllm.cluster.capabilities import AFTER_TEMPERATURE, RAW
-from tinyllm.cluster.client import HTTPRolloutClient, parse_label
-from tinyllm.cluster.http import Patience
+from tinyllm.engine.remote.capabilities import AFTER_TEMPERATURE, RAW
+from tinyllm.engine.remote.client import HTTPRolloutClient, parse_label
+from tinyllm.engine.remote.http import Patience
 from tinyllm.engine.sampling import seed_key
 from tinyllm.errors import EngineError
 from tinyllm.post.grpo import collect_groups

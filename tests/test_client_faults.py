@@ -10,7 +10,7 @@ import pytest
 from clients import PARAMS, connect, one, prompts
 from scripted import Reply, scripted
 
-from tinyllm.cluster.http import Patience
+from tinyllm.engine.remote.http import Patience
 from tinyllm.engine.sampling import seed_key
 from tinyllm.errors import EngineError
 from tinyllm.records import SamplingParams

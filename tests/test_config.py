@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyllm.config import CONFIGS, SHORTCUTS, GRPOConfig, LoraConfig
-from tinyllm.configio import (
+from tinyllm.config.io import (
     check,
     from_dict,
     from_toml,
@@ -21,9 +20,10 @@ from tinyllm.configio import (
     to_toml,
     value_of,
 )
+from tinyllm.config.options import options
+from tinyllm.config.sections import CONFIGS, SHORTCUTS, GRPOConfig, LoraConfig
 from tinyllm.errors import ConfigError
-from tinyllm.hashing import hash_bytes, hash_file, hash_json, hash_tensor, hash_tensors
-from tinyllm.options import options
+from tinyllm.record.hashing import hash_bytes, hash_file, hash_json, hash_tensor, hash_tensors
 
 
 def from_words(line: str) -> GRPOConfig:

@@ -8,11 +8,11 @@ import transformers as hf
 from scipy import stats as scipy_stats
 
 from tinyllm.engine.engine import Engine
-from tinyllm.engine.head import Policy
+from tinyllm.engine.head import pack_targets, score
+from tinyllm.engine.policy import Policy
 from tinyllm.engine.probe import probe
 from tinyllm.engine.sampling import draw, normalize, restrict, seed_key, uniform
 from tinyllm.errors import EngineError
-from tinyllm.post.logprobs import pack_targets, score
 from tinyllm.records import Prompt, Revision, SamplingParams
 
 VOCAB = 61

@@ -13,14 +13,15 @@ from rich.console import Console
 
 import tinyllm
 from tinyllm import stats
-from tinyllm.cli import main
+from tinyllm.commands.cli import main
+from tinyllm.commands.eval import flat_options, parse
+from tinyllm.engine.remote import chat as server
 from tinyllm.errors import ConfigError, DataError, EngineError, ModelError, RewardError, RunError
-from tinyllm.evals import measure, server, view
-from tinyllm.evals.command import flat_options, parse
-from tinyllm.files import read_json
+from tinyllm.evals import measure, view
 from tinyllm.post.run import train
-from tinyllm.rollouts import read_table
-from tinyllm.rundir import RunDir
+from tinyllm.record.files import read_json
+from tinyllm.record.rollouts import read_table
+from tinyllm.record.rundir import RunDir
 
 DRAW = view.draw
 TINY = {"dtype": "float32", "device": "cpu", "max_new_tokens": 6, "data.prompt_rule": "raw"}
@@ -161,7 +162,7 @@ def trained(folder, tmp_path_factory):
         reward={"functions": ("light_rewards:many_digits",)},
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+        patch.setattr("tinyllm.view.plot.write_report", lambda run: run.path / "report.png")
         train(config)
     return folder / "run"
 

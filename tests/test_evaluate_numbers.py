@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from tinyllm import stats
-from tinyllm.cli import main
+from tinyllm.commands.cli import main
 from tinyllm.errors import RewardError
 from tinyllm.evals import measure
 from tinyllm.evals.config import SuiteConfig

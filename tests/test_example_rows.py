@@ -11,8 +11,8 @@ import tiny
 from given_rows import sft_config
 from tiny import EOS
 
-from tinyllm.config import DPOConfig, SFTConfig
-from tinyllm.configio import make_config
+from tinyllm.config.io import make_config
+from tinyllm.config.sections import DPOConfig, SFTConfig
 from tinyllm.errors import ConfigError, DataError, ModelError
 from tinyllm.evals.overlap import prompt_text
 from tinyllm.evals.training import _rows_of_run
@@ -146,7 +146,7 @@ def test_a_tokenizer_without_an_end_is_refused(home, tmp_path):
 
 @pytest.fixture(scope="module")
 def chat():
-    from tinyllm.models import load_tokenizer
+    from tinyllm.model.models import load_tokenizer
 
     return load_tokenizer("smollm2-135m-instruct")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tiny import metrics
 
-from tinyllm.config import GRPOConfig
-from tinyllm.configio import load_toml
+from tinyllm.config.io import load_toml
+from tinyllm.config.sections import GRPOConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -10,8 +10,8 @@ import pytest
 
 from tinyllm.errors import EngineError, RewardError
 from tinyllm.post.grpo import collect_groups
+from tinyllm.record.rollouts import read_table, write_table
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams, Verdict
-from tinyllm.rollouts import read_table, write_table
 
 EOS = 3
 PARAMS = SamplingParams(max_new_tokens=4, n=4, stop_token_ids=(EOS,))

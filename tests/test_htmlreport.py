@@ -16,15 +16,15 @@ from browser import Page
 from reports import PROMPTS, SIZE, make_run, manifest_of
 from run_samples import RunDir, manifest
 
-from tinyllm.cli import main
+from tinyllm.commands.cli import main
 from tinyllm.errors import ConfigError
-from tinyllm.htmlreport import Section, write_html
-from tinyllm.htmlreport.columns import read_rollouts
-from tinyllm.htmlreport.compare import paired
-from tinyllm.htmlreport.curves import charts, clustered_interval, reward_intervals
-from tinyllm.htmlreport.health import findings, unscored_reasons
-from tinyllm.htmlreport.page import _plotly
-from tinyllm.htmlreport.sections import table
+from tinyllm.health.findings import findings, unscored_reasons
+from tinyllm.view.html import Section, write_html
+from tinyllm.view.html.columns import read_rollouts
+from tinyllm.view.html.compare import paired
+from tinyllm.view.html.curves import charts, clustered_interval, reward_intervals
+from tinyllm.view.html.page import _plotly
+from tinyllm.view.html.sections import table
 
 run, page_file, browser = reports.run, reports.page_file, reports.browser
 
@@ -162,7 +162,7 @@ def test_the_same_record_gives_the_same_page(run, tmp_path):
 
 
 def test_the_command_writes_and_says_where(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+    monkeypatch.setattr("tinyllm.view.plot.write_report", lambda run: run.path / "report.png")
     assert main(["report", str(run.path), "-o", str(tmp_path / "deep" / "page.html")]) == 0
     assert capsys.readouterr().out.split() == [str(run.path / "report.png"), str(tmp_path / "deep" / "page.html")]
     assert (tmp_path / "deep" / "page.html").stat().st_size > 1_000_000
@@ -179,7 +179,7 @@ def test_the_command_writes_and_says_where(run, tmp_path, capsys, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, capsys, monkeypatch, words, message):
-    monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+    monkeypatch.setattr("tinyllm.view.plot.write_report", lambda run: run.path / "report.png")
     given = [word.format(run=run.path, tmp=tmp_path) for word in words]
     assert main(["report", *given]) == 2
     error = capsys.readouterr().err

@@ -12,10 +12,10 @@ from browser import Page
 from reports import ATTACK, PROMPTS, SIZE, STEPS, make_run, trainer_logprob
 from run_samples import RunDir, manifest
 
-from tinyllm.htmlreport import Section, write_html
-from tinyllm.htmlreport.columns import read_rollouts
-from tinyllm.htmlreport.sections import table
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
+from tinyllm.view.html import Section, write_html
+from tinyllm.view.html.columns import read_rollouts
+from tinyllm.view.html.sections import table
 
 run, page_file, browser = reports.run, reports.page_file, reports.browser
 

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 
-from tinyllm.ledger import ledger_line, selection
+from tinyllm.health.ledger import ledger_line, selection
 
 FACTS = {"revision": 0, "queued_s": 0.0, "sampling_s": 1.0, "verifying_s": 0.5, "engine": "engine 1", "faults": 0}
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tiny import EOS, VOCABULARY, dense_logprobs, gpt2, group, llama, sampling, tokenizer
 
-from tinyllm import models
-from tinyllm.configio import make_config
+from tinyllm.config.io import make_config
 from tinyllm.engine.engine import Engine
-from tinyllm.engine.head import Policy
+from tinyllm.engine.head import HEAD_ROWS, pack_targets, score
+from tinyllm.engine.policy import Policy
+from tinyllm.model import models
 from tinyllm.post.batch import Rules, make_batch
-from tinyllm.post.logprobs import HEAD_ROWS, pack_targets, score
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.update import Updater, model_scorer
 from tinyllm.records import Prompt

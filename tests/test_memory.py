@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tinyllm.memory import in_brief_thread
+from tinyllm.model.memory import in_brief_thread
 
 PROGRAM = """
 import os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
-from tinyllm.memory import in_brief_thread
+from tinyllm.model.memory import in_brief_thread
 
 torch.set_num_threads(3)
 x = torch.ones(1_000_000)

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tinyllm import models as ours
-from tinyllm.config import GRPOConfig, LoraConfig, ModelConfig, ObjectiveConfig
+from tinyllm.config.sections import GRPOConfig, LoraConfig, ModelConfig, ObjectiveConfig
 from tinyllm.errors import ConfigError, DataError, ModelError
-from tinyllm.memory import available_memory, memory_estimate, native_bf16
+from tinyllm.model import models as ours
+from tinyllm.model.memory import available_memory, memory_estimate, native_bf16
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

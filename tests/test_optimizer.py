@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tinyllm.checkpoint import Checkpoints
-from tinyllm.config import OptimizerConfig
+from tinyllm.config.sections import OptimizerConfig
 from tinyllm.post.optimizer import Optimizer, learning_rate, sum_of_squares
+from tinyllm.record.checkpoint import Checkpoints
 
 SGD = OptimizerConfig(name="sgd", lr=1.0, clip_norm=0.0)
 

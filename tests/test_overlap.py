@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tinyllm.config import ArithmeticConfig
+from tinyllm.config.sections import ArithmeticConfig
 from tinyllm.evals.overlap import find_overlap, prompt_text
 from tinyllm.tasks.arithmetic import generate
 

@@ -11,12 +11,10 @@ from run_samples import make_groups, manifest
 from tiny import VOCABULARY, gpt2, llama
 from transformers import LlamaConfig
 
-from tinyllm.cli import main
-from tinyllm.config import SFTConfig
-from tinyllm.configio import make_config, to_dict
-from tinyllm.files import read_json, write_json
-from tinyllm.manifest import build_manifest
-from tinyllm.memory import ModelShape, memory_estimate, model_shape
+from tinyllm.commands.cli import main
+from tinyllm.config.io import make_config, to_dict
+from tinyllm.config.sections import SFTConfig
+from tinyllm.model.memory import ModelShape, memory_estimate, model_shape
 from tinyllm.plan import work
 from tinyllm.plan.cost import (
     engines_needed,
@@ -29,7 +27,9 @@ from tinyllm.plan.cost import (
 from tinyllm.plan.rates import Rate, Rates, differences, make_job, measure
 from tinyllm.plan.room import Spec, engine_room, fits, rooms, trainer_room
 from tinyllm.plan.work import Job, Layout
-from tinyllm.rundir import RunDir
+from tinyllm.record.files import read_json, write_json
+from tinyllm.record.manifest import build_manifest
+from tinyllm.record.rundir import RunDir
 
 LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32  # queries, keys and values, output, MLP, two norms
 TABLE = VOCABULARY * 32  # embeddings; the head is as large

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from tinyllm.cli import main
+from tinyllm.commands.cli import main
 
 PAGE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
 SHOWN = [

@@ -19,16 +19,16 @@ from pool_rewards import HangsOnce, SleepsForLong, logging_share, odd_share, sha
 from tiny import metrics, rollouts, weights
 
 from tinyllm.callbacks import Callback
-from tinyllm.cluster.pool.ray_workers import RayCluster
-from tinyllm.configio import to_toml
+from tinyllm.config.io import to_toml
 from tinyllm.errors import ConfigError
-from tinyllm.htmlreport.health import findings
-from tinyllm.ledger import selection
-from tinyllm.post import pooled
+from tinyllm.health.findings import findings
+from tinyllm.health.ledger import selection
+from tinyllm.pool import source as pooled
+from tinyllm.pool.ray_workers import RayCluster
 from tinyllm.post import run as runs
 from tinyllm.post.replay import replay
 from tinyllm.post.source import PromptOrder
-from tinyllm.rundir import RunDir
+from tinyllm.record.rundir import RunDir
 
 pytest.importorskip("ray", reason="pools need the extra `cluster`")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("no_picture")]
@@ -154,8 +154,8 @@ def ahead(ray, tmp_path_factory):
     tiny.save(tiny.llama(), folder / "model")
     tiny.write_rows(folder / "rows.jsonl")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
-        patch.setattr("tinyllm.cluster.pool.driver.BUDGET_S", 0.0)  # a token a call: updates come in between
+        patch.setattr("tinyllm.view.plot.write_report", lambda run: run.path / "report.png")
+        patch.setattr("tinyllm.pool.driver.BUDGET_S", 0.0)  # a token a call: updates come in between
         return runs.train(lag_config(folder, folder / "run"))
 
 
@@ -197,7 +197,8 @@ def test_every_step_trains_the_prompts_of_its_place_in_the_order(ahead):
 
 def in_order(run, steps):
     """The prompts of each step, as the order has them."""
-    from tinyllm import models, tasks
+    from tinyllm import tasks
+    from tinyllm.model import models
 
     data = tasks.load(run.config, models.load_tokenizer(run.config.model.name))
     order = PromptOrder(data.train, run.config.seed)

@@ -10,13 +10,13 @@ from concurrent.futures import Future
 import pytest
 import tiny
 
-from tinyllm import cli
-from tinyllm.cluster.pool.books import Work
-from tinyllm.cluster.pool.driver import Driver
-from tinyllm.cluster.pool.workers import Staff, ThreadWorker, WorkerDied
+from tinyllm.commands import cli
 from tinyllm.errors import ConfigError, EngineError, ModelError
+from tinyllm.pool.driver import Driver
+from tinyllm.pool.judging import Judge, OneAtATime, without_verdict
+from tinyllm.pool.state import Work
+from tinyllm.pool.workers import Staff, ThreadWorker, WorkerDied
 from tinyllm.post import run as runs
-from tinyllm.post.judging import Judge, OneAtATime, without_verdict
 from tinyllm.records import Prompt, Revision, Verdict
 from tinyllm.rewards.functions import Logged
 

@@ -10,13 +10,13 @@ import pytest
 from clients import PARAMS, QUICK, connect, prompts
 from scripted import Reply, scripted
 
-from tinyllm.cluster.http import Patience
-from tinyllm.cluster.pool.books import Work
-from tinyllm.cluster.pool.driver import Driver
-from tinyllm.cluster.pool.served_workers import Loop, ServedWorker
-from tinyllm.cluster.pool.workers import Staff, ThreadWorker
+from tinyllm.engine.remote.http import Patience
 from tinyllm.errors import EngineError
-from tinyllm.post.judging import Judge, without_verdict
+from tinyllm.pool.driver import Driver
+from tinyllm.pool.judging import Judge, without_verdict
+from tinyllm.pool.served_workers import Loop, ServedWorker
+from tinyllm.pool.state import Work
+from tinyllm.pool.workers import Staff, ThreadWorker
 from tinyllm.records import Revision, RevisionSpan, Verdict
 
 WAIT_S = 300.0

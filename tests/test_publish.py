@@ -13,13 +13,13 @@ import torch
 from scripted import Reply, logprobs, scripted
 from tiny import llama, weights
 
-from tinyllm import models
-from tinyllm.cluster.canary import Canary
-from tinyllm.cluster.client import HTTPRolloutClient
-from tinyllm.cluster.http import Patience
-from tinyllm.cluster.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, VLLMTransfer
-from tinyllm.engine.head import Policy
+from tinyllm.engine.policy import Policy
+from tinyllm.engine.remote.canary import Canary
+from tinyllm.engine.remote.client import HTTPRolloutClient
+from tinyllm.engine.remote.http import Patience
+from tinyllm.engine.remote.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, VLLMTransfer
 from tinyllm.errors import EngineError
+from tinyllm.model import models
 from tinyllm.post.update import model_scorer
 from tinyllm.records import Prompt, Revision, SamplingParams
 

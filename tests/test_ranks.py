@@ -18,18 +18,18 @@ from rank_worker import GROUPS, updates
 from test_served_run import KEY, served
 from test_sft_dpo import dpo_config, sft_config
 
-from tinyllm.checkpoint import Checkpoints
-from tinyllm.cluster.ranks import SOLO, here
-from tinyllm.cluster.servers import Servers
-from tinyllm.cluster.shared_run import SharedCheckpoints
-from tinyllm.configio import make_config, to_toml
+from tinyllm.config.io import make_config, to_toml
+from tinyllm.distributed.ranks import SOLO, here
+from tinyllm.distributed.shared_run import SharedCheckpoints
+from tinyllm.engine.remote.servers import Servers
 from tinyllm.errors import ConfigError, RunError
-from tinyllm.memory import memory_estimate
+from tinyllm.model.memory import memory_estimate
 from tinyllm.post import run as runs
 from tinyllm.post.batch import Rules, deal, make_batch
 from tinyllm.post.optimizer import Optimizer
+from tinyllm.record.checkpoint import Checkpoints
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Revision
-from tinyllm.rundir import RunDir
 
 ROOT = Path(__file__).parent.parent
 WORKER = str(Path(__file__).with_name("rank_worker.py"))
@@ -225,7 +225,7 @@ def alone(folder):
     before = Path.cwd()
     os.chdir(folder)
     try:
-        from tinyllm.cli import main
+        from tinyllm.commands.cli import main
 
         assert main(["grpo", "--config", "grpo.toml", "--run.dir", "one"]) == 0
     finally:
@@ -313,7 +313,7 @@ def test_runs_on_two_ranks_are_those_of_one(folder, alone, home, monkeypatch):
     runs.resume(cut(folder / "two", folder / "two-one"))
     same_run(alone, folder / "two-one")
     for kind in ("sft", "dpo"):
-        from tinyllm.cli import main
+        from tinyllm.commands.cli import main
 
         assert main([kind, "--config", f"{kind}.toml", "--run.dir", f"{kind}-one"]) == 0
         for name, weight in tiny.weights(folder / f"{kind}-one" / "model").items():

@@ -10,14 +10,14 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from tinyllm import cli
+from tinyllm.commands import cli
 from tinyllm.errors import ConfigError, RunError
-from tinyllm.files import write_json
 from tinyllm.post import run as runs
 from tinyllm.post.replay import replay
+from tinyllm.record.files import write_json
+from tinyllm.record.rollouts import write_table
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group, Rollout
-from tinyllm.rollouts import write_table
-from tinyllm.rundir import RunDir
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from PIL import Image
 from run_samples import manifest
 from scipy.stats import binomtest
 
-from tinyllm.report import write_report
-from tinyllm.rundir import RunDir
+from tinyllm.record.rundir import RunDir
 from tinyllm.stats import held_out_score, wilson
+from tinyllm.view.plot import write_report
 
 
 @pytest.mark.parametrize(

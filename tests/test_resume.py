@@ -20,11 +20,11 @@ import torch
 from tiny import config, llama, metrics, rollouts, save, weights, write_rows
 
 from tinyllm.callbacks import Callback, Interrupted, RunResult
-from tinyllm.config import GRPOConfig
-from tinyllm.configio import to_dict, to_toml
+from tinyllm.config.io import to_dict, to_toml
+from tinyllm.config.sections import GRPOConfig
 from tinyllm.errors import RunError
 from tinyllm.post.run import resume, train
-from tinyllm.rundir import RunDir
+from tinyllm.record.rundir import RunDir
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 

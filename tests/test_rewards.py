@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinyllm.config import RewardConfig
+from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import RewardError
 from tinyllm.records import Completion, Prompt, Revision, Verdict
 from tinyllm.rewards import Verify, make_verify, verdict_metrics

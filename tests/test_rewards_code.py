@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from tinyllm.errors import DataError, RewardError
-from tinyllm.rewards import build, sandbox, verify
-from tinyllm.rewards.code import fenced_blocks, find_code, same, same_output
-from tinyllm.rewards.sandbox_limits import Group
+from tinyllm.rewards import build, verify
+from tinyllm.rewards.code.sandbox_limits import Group
+from tinyllm.rewards.code.verifier import fenced_blocks, find_code, same, same_output, sandbox
 from tinyllm.rewards.selftest import row_fault
 
 ADD = {

@@ -8,8 +8,8 @@ import pytest
 
 from tinyllm.errors import DataError
 from tinyllm.rewards import build, verify
-from tinyllm.rewards.gym_checks import CHECKS
-from tinyllm.rewards.gym_readers import arithmetic
+from tinyllm.rewards.gym.checks import CHECKS
+from tinyllm.rewards.gym.readers import arithmetic
 from tinyllm.rewards.selftest import row_fault
 from tinyllm.tasks import gym
 

@@ -8,8 +8,8 @@ import pytest
 
 from tinyllm.errors import DataError
 from tinyllm.rewards import build, verify
-from tinyllm.rewards.constraints import REGISTRY
-from tinyllm.rewards.languages import language_of
+from tinyllm.rewards.text.constraints import REGISTRY
+from tinyllm.rewards.text.languages import language_of
 
 EXAMPLES = {
     "keywords:existence": ({"keywords": ["tea", "hot water"]}, ["Tea in hot\nwater."], ["Steam, hot water.", "teas and hot water"]),

@@ -8,8 +8,8 @@ import pytest
 
 from tinyllm.errors import DataError
 from tinyllm.rewards import build, verify
-from tinyllm.rewards.json_formats import FORMATS
-from tinyllm.rewards.json_reader import NotJson, read_json
+from tinyllm.rewards.json.formats import FORMATS
+from tinyllm.rewards.json.reader import NotJson, read_json
 
 
 @pytest.mark.parametrize(

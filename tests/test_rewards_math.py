@@ -9,8 +9,8 @@ import pytest
 
 from tinyllm.errors import DataError
 from tinyllm.rewards import build, verify
-from tinyllm.rewards.math_reader import read
-from tinyllm.rewards.math_tokens import Unreadable
+from tinyllm.rewards.math.reader import read
+from tinyllm.rewards.math.tokens import Unreadable
 from tinyllm.rewards.selftest import row_fault
 
 WITNESS = Path("/tmp/verifier_was_here")
@@ -146,7 +146,7 @@ def test_math_recipe_reads_a_worked_solution(tmp_path):
 
     from test_tasks import jsonl  # the helper only
 
-    from tinyllm.config import RewardConfig
+    from tinyllm.config.sections import RewardConfig
     from tinyllm.rewards.combine import self_test
     from tinyllm.tasks.files import read_file, rename
     from tinyllm.tasks.recipes import RECIPES

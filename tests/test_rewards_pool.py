@@ -14,7 +14,7 @@ import psutil
 import pytest
 from test_rewards import completion, data, prompt
 
-from tinyllm.config import RewardConfig
+from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import RewardError
 from tinyllm.rewards import make_verify
 from tinyllm.rewards.pool import Job, Pool
@@ -101,7 +101,7 @@ def test_closing_ends_a_call_that_another_thread_has_under_way(make):
 def test_a_worker_whose_parent_is_killed_ends_in_the_middle_of_a_call(tmp_path):
     """SIGKILL of a verifier's process, or of the trainer: a call that sleeps or loops for ever is not left behind."""
     code = (
-        "from test_rewards import data, prompt, completion\nfrom tinyllm.config import RewardConfig\n"
+        "from test_rewards import data, prompt, completion\nfrom tinyllm.config.sections import RewardConfig\n"
         "from tinyllm.rewards import make_verify\n"
         "config = RewardConfig(functions=('reward_functions:child',), timeout_s=3600.0)\n"
         "make_verify(config, data(prompt()))([prompt()], [completion('a')], 1)"

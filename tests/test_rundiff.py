@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from run_samples import CONFIG, make_groups, manifest
 
+from tinyllm.record.diff import compare_runs
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Verdict
-from tinyllm.rundiff import compare_runs
-from tinyllm.rundir import RunDir
 
 HASHES = ("verdicts", "advantages", "logprobs", "gradient", "weights")
 

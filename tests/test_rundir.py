@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from run_samples import assert_tensors_equal, make_groups, make_tensors, manifest
 
 from tinyllm.errors import RewardError, RunError
-from tinyllm.files import new_folder, read_json, read_tensors, recover_folders, write_json, write_tensors
+from tinyllm.record.files import new_folder, read_json, read_tensors, recover_folders, write_json, write_tensors
+from tinyllm.record.rollouts import SCHEMA, read_table, write_table
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Completion, Group, Prompt, Revision, RevisionSpan, Rollout, Verdict
-from tinyllm.rollouts import SCHEMA, read_table, write_table
-from tinyllm.rundir import RunDir
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import threading
 import pytest
 from run_samples import CONFIG, assert_tensors_equal, child, make_groups, make_tensors, manifest, output
 
-from tinyllm.configio import load_toml
+from tinyllm.config.io import load_toml
 from tinyllm.errors import RunError
-from tinyllm.manifest import compare_manifests
-from tinyllm.rundir import RunDir, find_runs, new_run_path
+from tinyllm.record.manifest import compare_manifests
+from tinyllm.record.rundir import RunDir, find_runs, new_run_path
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
 
 
 CRASHES = """
-import pandas, safetensors.torch, tinyllm.rollouts  # once, before the forks
+import pandas, safetensors.torch, tinyllm.record.rollouts  # once, before the forks
 MANIFEST = manifest(GRPOConfig(run=RunConfig(keep_checkpoints=1)))
 
 def crash_at(call):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_engine import Letters, count_rows, engine, make_policy, make_prompts, params
 
+from tinyllm.engine.head import pack_targets, score
 from tinyllm.engine.sampling import seed_key
 from tinyllm.engine.scheduler import Job, Scheduler
-from tinyllm.post.logprobs import pack_targets, score
 from tinyllm.records import Prompt, Revision, RevisionSpan
 
 KINDS = [

@@ -9,12 +9,12 @@ import pytest
 from test_rewards import data, prompt
 from test_tasks import jsonl
 
-from tinyllm.config import ArithmeticConfig, RewardConfig
+from tinyllm.commands.score import main, probe_main
+from tinyllm.config.sections import ArithmeticConfig, RewardConfig
 from tinyllm.errors import DataError, RewardError, UserError
 from tinyllm.rewards import Verify
 from tinyllm.rewards.combine import make_parts
 from tinyllm.rewards.probe import probe, probe_before_training
-from tinyllm.score import main, probe_main
 from tinyllm.tasks.arithmetic import generate
 
 ROWS = [

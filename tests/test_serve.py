@@ -13,7 +13,7 @@ import serving
 from asking import CHAT, PROMPT, ids_of, params, slowly, until
 from serving import BOS, MAX_LENGTH, key_of, sample_alone, tokenizer
 
-from tinyllm import models
+from tinyllm.model import models
 from tinyllm.serve.text import TextStream
 
 server, client = asking.server, asking.client

@@ -15,7 +15,7 @@ import threading
 import pytest
 import serving
 
-from tinyllm.cli import main
+from tinyllm.commands.cli import main
 from tinyllm.serve import access
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from serving import ADMIN, BOS, END, key_of, sample_alone
 from test_serve import slowly, until
 
-from tinyllm.models import content_hash
+from tinyllm.model.models import content_hash
 from tinyllm.records import SamplingParams
 
 PROMPT = [BOS, *range(40, 110)]

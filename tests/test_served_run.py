@@ -16,7 +16,7 @@ from tinyllm.callbacks import Callback
 from tinyllm.errors import EngineError, RunError, TrainingStopped
 from tinyllm.post import run as runs
 from tinyllm.post.replay import replay
-from tinyllm.rundir import RunDir
+from tinyllm.record.rundir import RunDir
 
 pytest.importorskip("tinyllm.serve.app", reason="there is no tinyllm serve", exc_type=ImportError)
 pytest.importorskip("uvicorn")
@@ -147,7 +147,7 @@ def test_without_the_admin_key_the_run_does_not_start(here, server, monkeypatch)
 @pytest.mark.slow
 def test_a_gap_past_the_bound_stops_the_run_before_the_update(here, server, monkeypatch):
     """The server's log-probabilities are moved on their way: the canary would see it, so it is switched off here."""
-    from tinyllm.cluster import client
+    from tinyllm.engine.remote import client
 
     true = client._Call._accept
 

@@ -14,11 +14,11 @@ from tiny import EOS, dense_logprobs, llama
 
 import tinyllm
 from tinyllm.callbacks import Callback
-from tinyllm.config import DPOConfig, SFTConfig
-from tinyllm.configio import make_config
-from tinyllm.engine.head import Policy
+from tinyllm.config.io import make_config
+from tinyllm.config.sections import DPOConfig, SFTConfig
+from tinyllm.engine.policy import Policy
 from tinyllm.errors import ConfigError, DataError, RunError, TrainingStopped
-from tinyllm.models import tokenizer_hash
+from tinyllm.model.models import tokenizer_hash
 from tinyllm.post import update
 from tinyllm.post.dpo import DPOObjective, DPOStats, dpo_loss
 from tinyllm.post.examples import ExampleParts, held_out_likelihood, held_out_preference
@@ -27,8 +27,8 @@ from tinyllm.post.replay import replay
 from tinyllm.post.run import resume, train
 from tinyllm.post.sft import SFTObjective, sft_loss
 from tinyllm.post.update import Updater, model_scorer
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Verdict
-from tinyllm.rundir import RunDir
 from tinyllm.tasks.examples import load_examples, pairs
 
 # The losses

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tiny import EOS, ScriptedEngine, sampling
 
-from tinyllm.configio import make_config
+from tinyllm.config.io import make_config
 from tinyllm.errors import TrainingStopped
 from tinyllm.post.source import InlineSource, PromptOrder
 from tinyllm.records import Prompt, Revision, Verdict

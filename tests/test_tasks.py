@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tinyllm import tasks
-from tinyllm.config import ArithmeticConfig, DataConfig, GRPOConfig, RewardConfig
+from tinyllm.config.sections import ArithmeticConfig, DataConfig, GRPOConfig, RewardConfig
 from tinyllm.errors import ConfigError, DataError, RewardError
 from tinyllm.tasks.arithmetic import generate
 

@@ -25,13 +25,13 @@ from tiny import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tinyllm
-from tinyllm import models
 from tinyllm.callbacks import Callback
 from tinyllm.errors import ConfigError, DataError, RewardError, RunError, TinyLLMError, TrainingStopped
+from tinyllm.model import models
 from tinyllm.post import update
 from tinyllm.post.evaluation import start_kl
 from tinyllm.post.run import resume
-from tinyllm.rundir import RunDir
+from tinyllm.record.rundir import RunDir
 
 TRAINED, HELD_OUT = 9, 3
 """Prompts of the 12 rows."""
@@ -370,7 +370,7 @@ def test_three_bad_steps_in_a_row_stop_the_run(train, monkeypatch, home, tmp_pat
     assert step == 5 and state["progress"]["non_finite"] == 3
     assert all(t.isfinite().all() for t in tensors["weights"].values())
     monkeypatch.undo()
-    monkeypatch.setattr("tinyllm.report.write_report", lambda run: run.path / "report.png")
+    monkeypatch.setattr("tinyllm.view.plot.write_report", lambda run: run.path / "report.png")
     resume(tmp_path / "run", reward=many_digits)
     assert [row["updates"] for row in metrics(tmp_path / "run")][5:] == [1] * 4
 

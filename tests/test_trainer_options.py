@@ -7,9 +7,9 @@ import torch
 from tiny import EOS, STOPS, equal, gpt2, groups_of, llama, many_digits, metrics, only_in_steps, save, weights
 from transformers import AutoModelForCausalLM
 
-from tinyllm import models
+from tinyllm.model import models
+from tinyllm.model.refs import find_subject
 from tinyllm.post.run import resume
-from tinyllm.subjects import find_subject
 
 TRAINED, HELD_OUT = 9, 3
 """Prompts of the 12 rows."""

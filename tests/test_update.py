@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiny import EOS, dense_logprobs, gpt2, group, llama
 
-from tinyllm.configio import make_config
-from tinyllm.engine.head import Policy
+from tinyllm.config.io import make_config
+from tinyllm.engine.policy import Policy
 from tinyllm.errors import TrainingStopped
 from tinyllm.post import update
 from tinyllm.post.batch import Batch, Rules, make_batch

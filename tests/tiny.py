@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from tinyllm.callbacks import RunResult
-from tinyllm.config import GRPOConfig
-from tinyllm.configio import make_config
-from tinyllm.engine.head import Policy
+from tinyllm.config.io import make_config
+from tinyllm.config.sections import GRPOConfig
+from tinyllm.engine.policy import Policy
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, SamplingParams, Verdict
-from tinyllm.rundir import RunDir
 
 EOS = 0
 STOPS = (16, 17, 18, 19)

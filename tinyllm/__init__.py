@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinyllm.callbacks import Callback, RunResult
-    from tinyllm.config import DPOConfig, GRPOConfig, SFTConfig
+    from tinyllm.config.sections import DPOConfig, GRPOConfig, SFTConfig
     from tinyllm.evals.run import EvalResult
 
 __version__ = "0.1.0"
@@ -32,9 +32,9 @@ def grpo(
     reward: a reward function, or "module:function". callbacks: default is the progress display.
     Raises the errors of tinyllm.errors, whose messages name the option, its value and the remedy.
     """
-    from tinyllm.configio import make_config
+    from tinyllm.config.io import make_config
     from tinyllm.post import run
-    from tinyllm.progress import show_progress
+    from tinyllm.view.progress import show_progress
 
     if isinstance(reward, str):
         options["reward"] = reward
@@ -45,22 +45,22 @@ def grpo(
 
 def sft(config: SFTConfig | None = None, *, callbacks: Sequence[Callback] | None = None, **options: Any) -> RunResult:
     """Supervised fine-tuning on completions that are given. The same as `tinyllm sft`, from Python; see grpo."""
-    from tinyllm.config import SFTConfig
+    from tinyllm.config.sections import SFTConfig
 
     return _on_examples(config or SFTConfig(), callbacks, options)
 
 
 def dpo(config: DPOConfig | None = None, *, callbacks: Sequence[Callback] | None = None, **options: Any) -> RunResult:
     """Direct Preference Optimization on pairs. The same as `tinyllm dpo`, from Python; see grpo."""
-    from tinyllm.config import DPOConfig
+    from tinyllm.config.sections import DPOConfig
 
     return _on_examples(config or DPOConfig(), callbacks, options)
 
 
 def _on_examples(config: Any, callbacks: Sequence[Callback] | None, options: dict[str, Any]) -> RunResult:
-    from tinyllm.configio import make_config
+    from tinyllm.config.io import make_config
     from tinyllm.post import run
-    from tinyllm.progress import show_progress
+    from tinyllm.view.progress import show_progress
 
     return run.train(make_config(config, **options), callbacks=[show_progress()] if callbacks is None else callbacks)
 
@@ -79,7 +79,7 @@ def resume(
     Raises the errors of tinyllm.errors.
     """
     from tinyllm.post import run
-    from tinyllm.progress import show_progress
+    from tinyllm.view.progress import show_progress
 
     callbacks = [show_progress()] if callbacks is None else callbacks
     return run.resume(run_dir, reward=reward, engine=engine, callbacks=callbacks)
@@ -95,6 +95,6 @@ def evaluate(
     reward: a reward function, or "module:function". The result's `report` is what eval.json holds.
     Raises the errors of tinyllm.errors.
     """
-    from tinyllm.evals import command
+    from tinyllm.commands import eval as command
 
     return command.evaluate(models, reward, **options)

@@ -2,6 +2,6 @@
 
 import sys
 
-from tinyllm.cli import main
+from tinyllm.commands.cli import main
 
 sys.exit(main())

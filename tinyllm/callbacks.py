@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyllm.config import Config
+from tinyllm.config.sections import Config
 from tinyllm.errors import TinyLLMError
 from tinyllm.records import Group
 

@@ -10,11 +10,11 @@ from tinyllm import stats
 from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, Rows
 from tinyllm.capstone.stages import MAX_NEW_TOKENS, Plan, Stage
 from tinyllm.evals.run import evaluate
-from tinyllm.files import read_json, write_json
-from tinyllm.htmlreport import Section, write_html
-from tinyllm.htmlreport.sections import Block, command, heading, table, text, tiles
-from tinyllm.rollouts import read_table
-from tinyllm.rundir import RunDir
+from tinyllm.record.files import read_json, write_json
+from tinyllm.record.rollouts import read_table
+from tinyllm.record.rundir import RunDir
+from tinyllm.view.html import Section, write_html
+from tinyllm.view.html.sections import Block, command, heading, table, text, tiles
 
 SUITES = ("held_out", "shifted")
 MODELS = {"grpo": "4-grpo", "dpo": "3-dpo", "sft": "1-sft"}

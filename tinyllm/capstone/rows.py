@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyllm.config import ArithmeticConfig
-from tinyllm.files import write_atomic
+from tinyllm.config.sections import ArithmeticConfig
+from tinyllm.record.files import write_atomic
 from tinyllm.tasks import arithmetic
 
 SYSTEM_PROMPT = "Think, then give the result as <answer>number</answer>."

@@ -16,10 +16,10 @@ from typing import Any
 
 from tinyllm.callbacks import Callback
 from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, Rows
-from tinyllm.config import Config, DPOConfig, GRPOConfig, SFTConfig
-from tinyllm.configio import make_config
+from tinyllm.config.io import make_config
+from tinyllm.config.sections import Config, DPOConfig, GRPOConfig, SFTConfig
 from tinyllm.post.run import resume, train
-from tinyllm.rundir import MANIFEST, RunDir
+from tinyllm.record.rundir import MANIFEST, RunDir
 
 MAX_NEW_TOKENS = 22
 """The longest right answer, for example <think>192-9</think><answer>183</answer> with its end, has 20."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from tinyllm.engine.head import Policy
 from tinyllm.engine.kv_cache import CacheShape
 from tinyllm.engine.packing import BLOCK
+from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import seed_key
 from tinyllm.engine.scheduler import Job, Sampled, Scheduler
 from tinyllm.errors import EngineError

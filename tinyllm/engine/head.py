@@ -1,112 +1,132 @@
-"""A causal LM cut in two: hidden states of packed nodes, and logits of the rows that are needed."""
+"""The trainer's log-probabilities: pack rollouts, run the trunk once per distinct prefix, score tokens at the head.
+
+log p(token t | prefix) = z_t - log sum exp z, with z = logits / temperature: the numbers the sampler recorded, by the
+same operations, so on the embedded engine both are equal bit for bit.
+
+The head works on blocks of 256 rows and keeps no logits: backward computes them again, so the [rows, vocabulary] matrix
+never exists whole. Legend: R distinct prefixes that predict a token, P predicted tokens, V vocabulary, N nodes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tinyllm.engine.attention import PackedPaths, attach
-from tinyllm.engine.packing import ROWS, Trie, pack, round_up
-from tinyllm.errors import ModelError
+from tinyllm.engine.attention import PackedPaths
+from tinyllm.engine.packing import Packed, Trie, pack
+from tinyllm.engine.policy import Policy
+from tinyllm.engine.sampling import normalize, scale_logits
 
-_PRODUCT_ROWS = 128
+HEAD_ROWS = 256
 
 
-class Policy:
-    """A transformers causal LM (plain or with LoRA adapters) with our attention, split into trunk and head.
+@dataclass(frozen=True)
+class Targets:
+    """What a packed row of sequences predicts: P tokens, sequence after sequence."""
 
-    The head is a linear map, optionally scaled (Granite, Cohere) and soft-capped (Gemma 2); `check` compares the split
-    with the model's own logits, so that an architecture with another output step is refused, not computed wrongly.
+    packed: Packed
+    rows: Tensor  # [R] node of each distinct predicting prefix
+    row: Tensor  # [P] which of those rows predicts
+    token: Tensor  # [P] the token predicted
+    lengths: tuple[int, ...]
+    """Predicted tokens of each sequence."""
+
+
+def pack_targets(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str) -> Targets:
+    """Packs (prompt ids, completion ids) pairs; every completion token is predicted by the prefix before it."""
+    trie = Trie()
+    for prompt, completion in sequences:
+        assert prompt, "a completion needs at least one prompt token to be predicted from"
+        trie.add([*prompt, *completion[:-1]])
+    rows: dict[int, int] = {}
+    row, token = [], []
+    for (prompt, completion), path in zip(sequences, trie.paths, strict=True):
+        for node, target in zip(
+            path[len(prompt) - 1 :], completion, strict=False
+        ):  # an empty completion predicts nothing
+            row.append(rows.setdefault(node, len(rows)))
+            token.append(target)
+    return Targets(
+        packed=pack(trie, device),
+        rows=torch.tensor(list(rows), dtype=torch.long, device=device),
+        row=torch.tensor(row, dtype=torch.long, device=device),
+        token=torch.tensor(token, dtype=torch.long, device=device),
+        lengths=tuple(len(completion) for _, completion in sequences),
+    )
+
+
+def score(policy: Policy, targets: Targets, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probability (differentiable) and entropy (not) of every predicted token: [P] fp32 each."""
+    paths = PackedPaths(targets.packed)
+    hidden = policy.hidden(targets.packed.input_ids, targets.packed.position_ids, paths)
+    head = policy.head
+    return _Head.apply(hidden[targets.rows], head.weight, head.bias, policy, targets.row, targets.token, temperature)
+
+
+class _Head(torch.autograd.Function):
+    """Log-probabilities of given tokens, block by block over rows.
+
+    d logp_p / dz = onehot(t_p) - softmax(z), so a row's logit gradient is sum g_p onehot(t_p) - (sum g_p) softmax(z).
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model: Any = model
-        causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        attach(causal)
-        self.causal = causal
-        self.trunk = causal.base_model
-        config = causal.config.get_text_config()
-        self.config = config
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        multiplier = getattr(config, "logit_scale", None)
-        divisor = getattr(config, "logits_scaling", None)
-        # The largest width from 512 to 1024, in steps of 8, that cuts the vocabulary evenly; 0 when there is none.
-        self._slice = next((w for w in range(1024, 511, -8) if self.vocab_size % w == 0 and self.vocab_size > w), 0)
-        self.multiplier = float(multiplier if multiplier is not None else 1.0 / divisor if divisor else 1.0)
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, policy, row, token, temperature):  # type: ignore[no-untyped-def]
+        logp = torch.empty(row.shape, dtype=torch.float32, device=hidden.device)
+        row_entropy = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        blocks = _blocks(row, hidden.shape[0])
+        for start, end, pairs in blocks:
+            z = scale_logits(policy.logits(hidden[start:end]), temperature)
+            lse, e, s = normalize(z)
+            logp[pairs] = z[row[pairs] - start, token[pairs]] - lse[row[pairs] - start, 0]
+            row_entropy[start:end] = (lse - e.mul_(z).sum(-1, keepdim=True) / s)[:, 0]
+        ctx.save_for_backward(hidden, weight, bias, row, token)
+        ctx.rest = (policy, temperature, blocks)
+        entropy = row_entropy[row]
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
 
-    @property
-    def device(self) -> torch.device:
-        return self.head_weight.device
+    @staticmethod
+    def backward(ctx: Any, d_logp: Tensor, _: Any):  # type: ignore[no-untyped-def]
+        hidden, weight, bias, row, token = ctx.saved_tensors
+        policy, temperature, blocks = ctx.rest
+        d_hidden = torch.zeros_like(hidden)
+        want_weight = ctx.needs_input_grad[1]
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
+        d_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        for start, end, pairs in blocks:
+            local, g = row[pairs] - start, d_logp[pairs]
+            if not g.any():
+                continue
+            logits = policy.logits(hidden[start:end])
+            z = scale_logits(logits, temperature)
+            per_row = torch.zeros(end - start, dtype=g.dtype, device=g.device).index_add_(0, local, g)
+            d_z = z.softmax(-1).mul_(-per_row[:, None])
+            d_z.index_put_((local, token[pairs]), g, accumulate=True)
+            if temperature not in (0.0, 1.0):
+                d_z /= temperature
+            d_z = policy.finish_logits_grad(logits, d_z)
+            rows = hidden[start:end]
+            d_z_low = d_z.to(weight.dtype)
+            d_hidden[start:end] = d_z_low @ weight
+            if d_weight is not None:
+                if weight.dtype == torch.float32:
+                    d_weight.addmm_(d_z.T, rows)
+                else:
+                    d_weight += d_z_low.T @ rows
+            if d_bias is not None:
+                d_bias += d_z.sum(0)
+        d_weight = d_weight if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
 
-    @property
-    def head(self) -> nn.Linear:
-        return self.causal.get_output_embeddings()
 
-    @property
-    def head_weight(self) -> Tensor:
-        return self.head.weight
-
-    @property
-    def vocab_size(self) -> int:
-        return self.head_weight.shape[0]
-
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, paths: Any) -> Tensor:
-        """Last hidden states [N, hidden] of one row of nodes [1, N] attending by `paths`."""
-        out = self.trunk(input_ids=input_ids, position_ids=position_ids, paths=paths, use_cache=False)
-        return out.last_hidden_state[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [n, V] of rows [n, hidden]; rows are padded to a multiple of 4 for the product."""
-        n = hidden.shape[0]
-        rows = F.pad(hidden, (0, 0, 0, round_up(n, ROWS) - n))
-        parts = [self._products(part) for part in rows.split(_PRODUCT_ROWS)]
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.finish_logits(logits.float())[:n]
-
-    def _products(self, rows: Tensor) -> Tensor:
-        """rows W^T + bias. A wide head is cut into slices: few rows times 49,152 columns at once ran at half speed."""
-        weight, bias = self.head_weight, self.head.bias
-        if not self._slice:
-            return F.linear(rows, weight, bias)
-        slices = weight.view(-1, self._slice, weight.shape[1]).transpose(1, 2)
-        out = torch.bmm(rows.expand(slices.shape[0], -1, -1), slices)
-        out = out.transpose(0, 1).reshape(rows.shape[0], -1)
-        return out if bias is None else out + bias
-
-    def finish_logits(self, logits: Tensor) -> Tensor:
-        if self.multiplier != 1.0:
-            logits = logits * self.multiplier
-        if self.softcap is not None:
-            logits = (logits / self.softcap).tanh() * self.softcap
-        return logits
-
-    def finish_logits_grad(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """Gradient before finish_logits, from finished logits and the gradient after it."""
-        if self.softcap is not None:
-            grad = grad * (1 - (logits / self.softcap).square())
-        return grad * self.multiplier if self.multiplier != 1.0 else grad
-
-    @torch.no_grad()
-    def check(self) -> None:
-        """Raises ModelError when trunk and head do not give the logits of the model's own eager forward pass."""
-        vocab = self.vocab_size
-        ids = [(7 * i + 3) % vocab for i in range(9)]
-        trie = Trie()
-        trie.add(ids)
-        packed = pack(trie, self.device)
-        ours = self.logits(self.hidden(packed.input_ids, packed.position_ids, PackedPaths(packed))[: len(ids)])
-        self.causal.set_attn_implementation("eager")
-        try:
-            theirs = self.causal(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
-        finally:
-            attach(self.causal)
-        gap = (ours - theirs).abs().max().item()
-        bound = (1e-3 if ours.dtype == self.head_weight.dtype else 0.1) * (1 + theirs.abs().max().item())
-        if not gap <= bound:
-            raise ModelError(
-                f"model {self.causal.config.model_type!r} gives other logits through tinyllm's attention and head "
-                f"(largest difference {gap:.3g}); it has a step that is not honoured, use another model"
-            )
+def _blocks(row: Tensor, n_rows: int) -> list[tuple[int, int, Tensor]]:
+    """(first row, end row, predictions that belong to them) for blocks of HEAD_ROWS rows."""
+    block = row // HEAD_ROWS
+    return [
+        (start, min(start + HEAD_ROWS, n_rows), torch.nonzero(block == start // HEAD_ROWS)[:, 0])
+        for start in range(0, n_rows, HEAD_ROWS)
+    ]

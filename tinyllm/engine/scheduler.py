@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from tinyllm.engine.attention import PackedPaths
-from tinyllm.engine.head import Policy
 from tinyllm.engine.kv_cache import CacheShape, DecodePaths, KVCache
 from tinyllm.engine.packing import BLOCK, ROWS, Trie, pack, round_up
+from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import draw, greedy, normalize, restrict, scale_logits, uniform
 from tinyllm.records import Revision, RevisionSpan, SamplingParams
 

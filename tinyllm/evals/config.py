@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from tinyllm.config import DataConfig, GRPOConfig, RewardConfig, opt
+from tinyllm.config.sections import DataConfig, GRPOConfig, RewardConfig, opt
 
 
 @dataclass(frozen=True)

@@ -18,23 +18,24 @@ from typing import Any
 
 import torch
 
-from tinyllm import models, rewards
-from tinyllm.config import GRPOConfig, RewardConfig
-from tinyllm.configio import overlay
+from tinyllm import rewards
+from tinyllm.config.io import overlay
+from tinyllm.config.sections import GRPOConfig, RewardConfig
 from tinyllm.engine.engine import Engine
+from tinyllm.engine.remote.chat import Server
 from tinyllm.errors import ConfigError, DataError, EngineError, RunError
 from tinyllm.evals import measure
 from tinyllm.evals.config import MachineConfig, SuiteConfig, suite_of_run
-from tinyllm.evals.server import Server
 from tinyllm.evals.suite import cluster_labels, load_task, task_configs
 from tinyllm.evals.summary import summary
 from tinyllm.evals.training import suite_overlap
-from tinyllm.files import new_folder, write_atomic, write_errors, write_json
+from tinyllm.model import models
+from tinyllm.model.refs import Subject, find_subject, load_policy
 from tinyllm.post.grpo import collect_groups
+from tinyllm.record.files import new_folder, write_atomic, write_errors, write_json
+from tinyllm.record.rollouts import write_table
+from tinyllm.record.rundir import new_run_path
 from tinyllm.records import Group, Prompt, Rollout, SamplingParams, Verdict
-from tinyllm.rollouts import write_table
-from tinyllm.rundir import new_run_path
-from tinyllm.subjects import Subject, find_subject, load_policy
 
 _BATCHES = 4
 """Batches of completions between two signs of life."""

@@ -10,12 +10,13 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinyllm import models, rewards, stats, tasks
-from tinyllm.config import DataConfig, GRPOConfig, RewardConfig
+from tinyllm import rewards, stats, tasks
+from tinyllm.config.sections import DataConfig, GRPOConfig, RewardConfig
 from tinyllm.errors import ConfigError, DataError
 from tinyllm.evals.config import SuiteConfig
-from tinyllm.hashing import hash_json
+from tinyllm.model import models
 from tinyllm.post.run import verifier_hash
+from tinyllm.record.hashing import hash_json
 from tinyllm.records import Prompt
 from tinyllm.tasks.files import nearest
 from tinyllm.tasks.recipes import RECIPES

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinyllm.configio import to_dict
+from tinyllm.config.io import to_dict
 from tinyllm.evals import measure
 from tinyllm.evals.config import SuiteConfig
 from tinyllm.evals.suite import Task, task_hash
-from tinyllm.hashing import hash_json
+from tinyllm.record.hashing import hash_json
 from tinyllm.rewards import Verify
 
 ALL = "all tasks"

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from tinyllm import tasks
-from tinyllm.config import GRPOConfig
+from tinyllm.config.sections import GRPOConfig
 from tinyllm.errors import DataError, TinyLLMError
 from tinyllm.evals.config import SuiteConfig
 from tinyllm.evals.overlap import THRESHOLD, find_overlap, prompt_text
 from tinyllm.evals.suite import NO_LIMIT, PlainTokenizer, Task
-from tinyllm.rundir import RunDir
-from tinyllm.subjects import Subject
+from tinyllm.model.refs import Subject
+from tinyllm.record.rundir import RunDir
 from tinyllm.tasks.files import read_file, rename
 from tinyllm.tasks.recipes import RECIPES
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tinyllm.progress import clip
-from tinyllm.report import BLUE, GREEN, INK, ORANGE, STYLE
+from tinyllm.view.plot import BLUE, GREEN, INK, ORANGE, STYLE
+from tinyllm.view.progress import clip
 
 COLORS = (BLUE, ORANGE, GREEN, "#8a4fa3", "#b8323a", "#5b6770")
 SHOWN_MATCHES = 5

@@ -1,15 +1,5 @@
-"""report.html: one file with everything a run recorded, to open from disk without a network.
+"""The name under which docs have shown the report page: see `tinyllm.view.html`."""
 
-columns    the record as columns, packed for the page
-curves     what metrics say, as charts with intervals
-health     findings in plain words
-compare    two runs beside each other
-sections   what a page is made of
-page       write_html: all of it in one file
-page.html, style.css, app.js, browser.js    the page itself; charts are drawn by plotly.js
-"""
-
-from tinyllm.htmlreport.page import write_html
-from tinyllm.htmlreport.sections import Section
+from tinyllm.view.html import Section, write_html
 
 __all__ = ["Section", "write_html"]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tinyllm.memory import gib
+from tinyllm.model.memory import gib
 from tinyllm.plan import work
 from tinyllm.plan.rates import RECORD_BYTES_PER_TOKEN, Basis, Rate, Rates
 from tinyllm.plan.room import Room, Spec, fits, rooms

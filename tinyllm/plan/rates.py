@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinyllm.config import GRPOConfig, PoolConfig
+from tinyllm.config.sections import GRPOConfig, PoolConfig
 from tinyllm.errors import RunError
-from tinyllm.memory import needs_reference_model
+from tinyllm.model.memory import needs_reference_model
 from tinyllm.plan import work
 from tinyllm.plan.work import Job
-from tinyllm.rundir import RunDir
+from tinyllm.record.rundir import RunDir
 
 if TYPE_CHECKING:
     import torch
 
-    from tinyllm.memory import ModelShape
+    from tinyllm.model.memory import ModelShape
 
 Basis = Literal["measured", "given", "computed", "extrapolated", "assumed", "unknown"]
 """measured: on this hardware and this job; given: by the user; computed: exact arithmetic on the configuration;

@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinyllm.configio import overlay
-from tinyllm.memory import ModelShape, gib, memory_estimate
+from tinyllm.config.io import overlay
+from tinyllm.model.memory import ModelShape, gib, memory_estimate
 from tinyllm.plan.rates import Basis, Rate
 from tinyllm.plan.work import Layout
 
 if TYPE_CHECKING:
     import torch
 
-    from tinyllm.config import GRPOConfig
+    from tinyllm.config.sections import GRPOConfig
 
 HEADROOM = 0.9
 """Share of a device's memory that may be planned; the rest is for allocator, kernels and driver."""

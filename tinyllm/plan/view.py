@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from tinyllm.memory import gib
+from tinyllm.model.memory import gib
 from tinyllm.plan.cost import Plan, Split
 from tinyllm.plan.rates import Rate
 from tinyllm.plan.room import HEADROOM, Room

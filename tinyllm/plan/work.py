@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tinyllm.memory import ModelShape
+from tinyllm.model.memory import ModelShape
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tinyllm.config import GRPOConfig
+from tinyllm.config.sections import GRPOConfig
 from tinyllm.engine.packing import Trie
 from tinyllm.post.grpo import PRESETS, group_advantages, step_denominator
 from tinyllm.records import Group, Revision, Rollout

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tinyllm.cluster.ranks import SOLO, Ranks
+from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.post.grpo import RolloutClient, collect_groups, kl_estimate
 from tinyllm.post.update import Scorer
 from tinyllm.records import Group, Prompt, SamplingParams, Verdict

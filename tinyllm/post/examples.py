@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tinyllm.config import DPOConfig, SFTConfig
-from tinyllm.configio import check
+from tinyllm.config.io import check
+from tinyllm.config.sections import DPOConfig, SFTConfig
 from tinyllm.errors import ConfigError, DataError, TrainingStopped
 from tinyllm.post.dpo import DPOStats
 from tinyllm.post.evaluation import shared
@@ -18,9 +18,9 @@ from tinyllm.post.parts import Parts
 from tinyllm.post.source import PromptOrder, Source
 from tinyllm.post.trainer import Evaluate
 from tinyllm.post.update import Scorer, model_scorer
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group, Revision
 from tinyllm.rewards.functions import Logged
-from tinyllm.rundir import RunDir
 from tinyllm.stats import mean_per_token
 from tinyllm.tasks.examples import ExampleData, load_examples
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tinyllm.config import Config, GRPOConfig
+from tinyllm.config.sections import Config, GRPOConfig
 from tinyllm.post.batch import Batch, Rules, make_batch, objective_axes, padded
 from tinyllm.post.dpo import DPOObjective
 from tinyllm.post.grpo import ObjectiveStats, clipped_objective

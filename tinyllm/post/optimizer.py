@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from tinyllm.cluster.fsdp import like, local
-from tinyllm.cluster.ranks import SOLO, Ranks
-from tinyllm.config import OptimizerConfig
+from tinyllm.config.sections import OptimizerConfig
+from tinyllm.distributed.fsdp import like, local
+from tinyllm.distributed.ranks import SOLO, Ranks
 
 _SUM_BLOCK = 4096
 

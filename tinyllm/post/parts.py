@@ -18,25 +18,25 @@ from typing import Any
 
 import torch
 
-from tinyllm import models
 from tinyllm.callbacks import Callback, Interrupted, RunInfo, RunResult
-from tinyllm.cluster.fsdp import Sharded, shard
-from tinyllm.cluster.ranks import Ranks, here
-from tinyllm.configio import to_dict
-from tinyllm.engine.head import Policy
+from tinyllm.config.io import to_dict
+from tinyllm.distributed.fsdp import Sharded, shard
+from tinyllm.distributed.ranks import Ranks, here
+from tinyllm.engine.head import score
+from tinyllm.engine.policy import Policy
 from tinyllm.engine.probe import probe
 from tinyllm.errors import ConfigError, RunError, TinyLLMError, TrainingStopped
-from tinyllm.hashing import hash_bytes
-from tinyllm.manifest import build_manifest
-from tinyllm.memory import keep_freed_memory, memory_estimate, require_memory
-from tinyllm.post.logprobs import score
+from tinyllm.model import models
+from tinyllm.model.memory import keep_freed_memory, memory_estimate, require_memory
 from tinyllm.post.objectives import objective_of
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.source import PromptOrder, Source
 from tinyllm.post.trainer import Evaluate, Progress, Trainer
 from tinyllm.post.update import Scorer, Updater, adapter_off_scorer, model_scorer
+from tinyllm.record.hashing import hash_bytes
+from tinyllm.record.manifest import build_manifest
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Revision
-from tinyllm.rundir import RunDir
 
 log = logging.getLogger("tinyllm")
 
@@ -263,7 +263,7 @@ class Parts(ABC):
         return result
 
     def _finish(self, run: RunDir, trainer: Trainer) -> RunResult:
-        from tinyllm.report import write_report
+        from tinyllm.view.plot import write_report
 
         self.phase("saving the model")
         self._save_model(run, "model")

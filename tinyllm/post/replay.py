@@ -17,26 +17,26 @@ from typing import Any
 
 import torch
 
-from tinyllm import models
 from tinyllm.callbacks import Callback
-from tinyllm.cluster.fsdp import like, local
-from tinyllm.config import Config, EngineConfig, GRPOConfig, PoolConfig
-from tinyllm.configio import overlay
+from tinyllm.config.io import overlay
+from tinyllm.config.sections import Config, EngineConfig, GRPOConfig, PoolConfig
+from tinyllm.distributed.fsdp import like, local
 from tinyllm.engine.engine import Engine
+from tinyllm.engine.resample import Versions, resample
 from tinyllm.errors import ConfigError, RunError
-from tinyllm.files import json_text, write_atomic
-from tinyllm.hashing import hash_tensor, hash_tensors
-from tinyllm.manifest import compare_manifests
+from tinyllm.model import models
 from tinyllm.post.batch import Batch
 from tinyllm.post.grpo import PRESETS
 from tinyllm.post.optimizer import learning_rate
 from tinyllm.post.parts import Parts
-from tinyllm.post.resample import Versions, resample
 from tinyllm.post.run import GRPOParts, make_parts
 from tinyllm.post.trainer import derived_columns, hash_verdicts, step_metrics
 from tinyllm.post.update import UpdateResult
+from tinyllm.record.files import json_text, write_atomic
+from tinyllm.record.hashing import hash_tensor, hash_tensors
+from tinyllm.record.manifest import compare_manifests
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group, Revision, Rollout, Verdict
-from tinyllm.rundir import RunDir
 
 
 @dataclass(frozen=True)

@@ -9,30 +9,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinyllm import models, rewards, tasks
+from tinyllm import rewards, tasks
 from tinyllm.callbacks import Callback, RunResult
-from tinyllm.cluster.pool.ray_workers import require_ray
-from tinyllm.cluster.ranks import here, several
-from tinyllm.cluster.served import ServedEngine
-from tinyllm.cluster.shared_run import shared_run
-from tinyllm.config import Config, GRPOConfig
-from tinyllm.configio import make_config
+from tinyllm.config.io import make_config
+from tinyllm.config.sections import Config, GRPOConfig
+from tinyllm.distributed.ranks import here, several
+from tinyllm.distributed.shared_run import shared_run
 from tinyllm.engine.engine import Engine
+from tinyllm.engine.remote.served import ServedEngine
 from tinyllm.errors import ConfigError, DataError, RunError
-from tinyllm.hashing import hash_bytes, hash_file, hash_json
+from tinyllm.model import models
+from tinyllm.pool.judging import OneAtATime
+from tinyllm.pool.ray_workers import require_ray
+from tinyllm.pool.source import Pool, PoolSource, is_pooled
 from tinyllm.post.batch import Rules
 from tinyllm.post.evaluation import evaluator
 from tinyllm.post.examples import ExampleParts
-from tinyllm.post.judging import OneAtATime
 from tinyllm.post.parts import Parts
-from tinyllm.post.pooled import Pool, PoolSource, is_pooled
 from tinyllm.post.source import InlineSource, PromptOrder, Source
 from tinyllm.post.trainer import Evaluate, Progress
 from tinyllm.post.update import model_scorer
+from tinyllm.record.hashing import hash_bytes, hash_file, hash_json
+from tinyllm.record.rundir import RunDir, new_run_path
 from tinyllm.records import Group, Prompt, Revision, SamplingParams
 from tinyllm.rewards.functions import Logged
 from tinyllm.rewards.probe import probe_before_training
-from tinyllm.rundir import RunDir, new_run_path
 
 
 def train(config: Config, *, reward: Callable[..., Any] | None = None, callbacks: Sequence[Callback] = ()) -> RunResult:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tinyllm.cluster.ranks import SOLO, Ranks
-from tinyllm.config import GRPOConfig, TrainConfig
+from tinyllm.config.sections import GRPOConfig, TrainConfig
+from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.errors import TrainingStopped
 from tinyllm.post.batch import Rules, has_signal
 from tinyllm.post.grpo import collect_groups

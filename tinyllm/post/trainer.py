@@ -20,17 +20,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinyllm.callbacks import Callback, Interrupted
-from tinyllm.cluster.ranks import SOLO, Ranks
-from tinyllm.config import Config
+from tinyllm.config.sections import Config
+from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.errors import TinyLLMError, TrainingStopped
-from tinyllm.hashing import hash_json
 from tinyllm.post.batch import Batch
 from tinyllm.post.objectives import Objective, mean
 from tinyllm.post.optimizer import Optimizer, learning_rate
 from tinyllm.post.source import Source
 from tinyllm.post.update import Updater, UpdateResult
+from tinyllm.record.hashing import hash_json
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group, Revision
-from tinyllm.rundir import RunDir
 from tinyllm.stats import held_out_score, score_kind
 
 Evaluate = Callable[[int, Sequence[Group]], dict[str, Any] | None]

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyllm.cluster.ranks import SOLO, Ranks
-from tinyllm.config import Config
-from tinyllm.engine.head import Policy
+from tinyllm.config.sections import Config
+from tinyllm.distributed.ranks import SOLO, Ranks
+from tinyllm.engine.head import Targets, pack_targets, score
+from tinyllm.engine.policy import Policy
 from tinyllm.errors import TrainingStopped
-from tinyllm.hashing import hash_json, hash_tensor, hash_tensors
 from tinyllm.post.batch import Batch, deal
-from tinyllm.post.logprobs import Targets, pack_targets, score
 from tinyllm.post.objectives import objective_of
 from tinyllm.post.optimizer import Optimizer
+from tinyllm.record.hashing import hash_json, hash_tensor, hash_tensors
 
 Scorer = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], list[Tensor]]
 """(prompt ids, completion ids) pairs -> log-probabilities of each completion, without gradient."""

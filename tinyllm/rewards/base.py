@@ -23,19 +23,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from tinyllm.errors import DataError, RewardError
-from tinyllm.hashing import hash_json
+from tinyllm.record.hashing import hash_json
 from tinyllm.records import Verdict
 
 Row = Mapping[str, Any]
 
 FAMILIES = {
-    "format": ("tinyllm.rewards.format", "FormatVerifier"),
-    "arithmetic": ("tinyllm.rewards.arithmetic", "ArithmeticVerifier"),
-    "math": ("tinyllm.rewards.math", "MathVerifier"),
-    "json": ("tinyllm.rewards.json_schema", "JsonVerifier"),
-    "code": ("tinyllm.rewards.code", "CodeVerifier"),
-    "gym": ("tinyllm.rewards.gym", "GymVerifier"),
-    "instructions": ("tinyllm.rewards.instructions", "InstructionVerifier"),
+    "format": ("tinyllm.rewards.text.format", "FormatVerifier"),
+    "arithmetic": ("tinyllm.rewards.text.arithmetic", "ArithmeticVerifier"),
+    "math": ("tinyllm.rewards.math.verifier", "MathVerifier"),
+    "json": ("tinyllm.rewards.json.verifier", "JsonVerifier"),
+    "code": ("tinyllm.rewards.code.verifier", "CodeVerifier"),
+    "gym": ("tinyllm.rewards.gym.verifier", "GymVerifier"),
+    "instructions": ("tinyllm.rewards.text.instructions", "InstructionVerifier"),
 }
 """Family -> where its class is; imported when first used, since some need an extra."""
 MAX_TEXT_CHARS = 1_000_000

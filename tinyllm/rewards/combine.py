@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinyllm.config import RewardConfig
+from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import RewardError
 from tinyllm.records import Completion, Prompt, Verdict
 from tinyllm.rewards import functions
 from tinyllm.rewards.base import Verifier, build, is_family, verify
-from tinyllm.rewards.extract import RULES, Region
-from tinyllm.rewards.format import FormatVerifier
 from tinyllm.rewards.pool import START_S, Job, Pool
 from tinyllm.rewards.selftest import Passed, row_fault
+from tinyllm.rewards.text.extract import RULES, Region
+from tinyllm.rewards.text.format import FormatVerifier
 from tinyllm.rewards.worker import from_json
 
 FINISHED_RULES = ("last_number", "final")

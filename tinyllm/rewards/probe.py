@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinyllm.config import RewardConfig
+from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import DataError, RewardError
 from tinyllm.records import Completion, Prompt, Revision, Verdict
 from tinyllm.rewards.base import Verifier
 from tinyllm.rewards.combine import Verify, make_parts
-from tinyllm.rewards.extract import Region
+from tinyllm.rewards.text.extract import Region
 
 ROWS = 20
 """Rows probed unless asked otherwise."""
@@ -245,7 +245,7 @@ def _gold(row: Mapping[str, Any]) -> str | None:
 def _entry(row: Mapping[str, Any]) -> str | None:
     if not (row.get("calls") or row.get("stdio") or row.get("residual")):
         return None
-    from tinyllm.rewards.code import read_tests
+    from tinyllm.rewards.code.verifier import read_tests
 
     try:
         return read_tests(row).entry or "main"

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinyllm.bundled import cache_folder
 from tinyllm.errors import DataError
-from tinyllm.hashing import hash_bytes, hash_json
+from tinyllm.model.bundled import cache_folder
+from tinyllm.record.hashing import hash_bytes, hash_json
 from tinyllm.rewards.base import Probe, Row, Verifier, verify
 
 

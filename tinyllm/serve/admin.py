@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinyllm.engine.head import Policy
+from tinyllm.engine.policy import Policy
 from tinyllm.errors import TinyLLMError
-from tinyllm.memory import in_brief_thread
+from tinyllm.model.memory import in_brief_thread
 from tinyllm.records import Revision
 from tinyllm.serve import fields, weights
 from tinyllm.serve.fields import Refused, one_of, parse_object

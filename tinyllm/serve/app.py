@@ -14,10 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import tinyllm
-from tinyllm import models
-from tinyllm.engine.head import Policy
+from tinyllm.engine.policy import Policy
 from tinyllm.engine.scheduler import Scheduler
 from tinyllm.errors import TinyLLMError
+from tinyllm.model import models
 from tinyllm.records import Revision
 from tinyllm.serve import protocol
 from tinyllm.serve.access import Access

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyllm.engine.head import Policy
+from tinyllm.engine.policy import Policy
 from tinyllm.errors import ModelError
-from tinyllm.hashing import hash_tensors
+from tinyllm.record.hashing import hash_tensors
 from tinyllm.records import Revision
 
 INDEX = "model.safetensors.index.json"

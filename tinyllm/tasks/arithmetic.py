@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from tinyllm.config import ArithmeticConfig
+from tinyllm.config.sections import ArithmeticConfig
 from tinyllm.errors import ConfigError
 
 PRINTED = {"+": "+", "-": "-", "*": "x"}

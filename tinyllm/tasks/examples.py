@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyllm.config import DPOConfig, SFTConfig
+from tinyllm.config.sections import DPOConfig, SFTConfig
 from tinyllm.errors import DataError, ModelError, RunError
-from tinyllm.hashing import hash_json
-from tinyllm.models import apply_template, load_config, render, stop_token_ids, tokenizer_hash
+from tinyllm.model.models import apply_template, load_config, render, stop_token_ids, tokenizer_hash
+from tinyllm.record.hashing import hash_json
+from tinyllm.record.rundir import RunDir
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
-from tinyllm.rundir import RunDir
 from tinyllm.tasks.files import Row, check_prompt, check_text, nearest, read_dataset, read_file
 from tinyllm.tasks.load import BadRows, disjoint, prompt_key, split, usable
 

@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 from tinyllm.errors import DataError
-from tinyllm.rewards.gym import GymVerifier
-from tinyllm.rewards.gym_checks import CHECKS
+from tinyllm.rewards.gym.checks import CHECKS
+from tinyllm.rewards.gym.verifier import GymVerifier
 
 TRAIN, HELD_OUT = 1_000, 200
 """Rows generated for each side, before equal prompts are taken out."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyllm.config import DataConfig, GRPOConfig
+from tinyllm.config.sections import DataConfig, GRPOConfig
 from tinyllm.errors import DataError
-from tinyllm.hashing import hash_json
+from tinyllm.record.hashing import hash_json
 from tinyllm.records import Prompt
 from tinyllm.rewards import self_test
-from tinyllm.rewards.gym_checks import CHECKS
+from tinyllm.rewards.gym.checks import CHECKS
 from tinyllm.tasks import arithmetic, gym
 from tinyllm.tasks.files import Row, check_prompt, nearest, read_dataset, read_file, rename
 from tinyllm.tasks.recipes import RECIPES
@@ -232,7 +232,7 @@ def _prompt(
     tokenizer: Any,
     bad: BadRows,
 ) -> Prompt | None:
-    from tinyllm.models import render
+    from tinyllm.model.models import render
 
     try:
         text, token_ids = render(tokenizer, row["prompt"], data.prompt_rule, system_prompt)

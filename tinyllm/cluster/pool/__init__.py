@@ -1,1 +1,0 @@
-"""Groups sampled and verified by workers of their own while the trainer trains: see driver.py first."""

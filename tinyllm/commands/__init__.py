@@ -1,0 +1,1 @@
+"""The command `tinyllm`: one module a command, cli.py chooses."""

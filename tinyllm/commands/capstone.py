@@ -1,0 +1,46 @@
+"""`tinyllm capstone`: from the base model to the report, in one command."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from tinyllm.capstone.outcome import evaluate_stages, summary_lines, write_page
+from tinyllm.capstone.rows import write_rows
+from tinyllm.capstone.stages import Plan, run_stages, stages
+from tinyllm.errors import RunError
+from tinyllm.record.files import read_json, write_errors, write_json
+from tinyllm.record.rundir import new_run_path
+from tinyllm.view.progress import ReplayProgress, show_progress
+
+
+def capstone(plan: Plan, out: str | Path | None = None) -> Path:
+    """Run every stage, evaluate them, write the report, and return the folder. Goes on where it was stopped.
+
+    Raises RunError for a folder that holds something else, or the capstone of another plan.
+    """
+    path = Path(out) if out else new_run_path("capstones")
+    with write_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        others = sorted(entry.name for entry in path.iterdir())
+    if (path / "plan.json").exists():
+        saved = Plan(**read_json(path / "plan.json")["plan"])
+        if replace(saved, threads=plan.threads) != plan:
+            raise RunError(f"{path}: holds a capstone with other options (seed {saved.seed}); choose another --out")
+    elif others:
+        raise RunError(f"{path} holds other files ({others[0]}); choose an empty or new folder with --out")
+    else:
+        write_json(path / "plan.json", {"plan": asdict(plan)})
+    rows = write_rows(path / "rows", plan.seed, plan.examples, plan.prompts, plan.shifted)  # the same each time
+    print(f"capstone of {plan.model}, seed {plan.seed}, in {path}", flush=True)
+    made = stages(plan, rows, path)
+    run_stages(made, lambda: [show_progress()], lambda line: print(f"\n{line}", flush=True))
+    print("\nevaluation of every stage", flush=True)
+    display = ReplayProgress()
+    try:
+        result = evaluate_stages(plan, made, rows, path, display.on_phase)
+    finally:
+        display.close()
+    page = write_page(result, made, path)
+    print("\n".join(["", *summary_lines(result), "", f"report  {page}"]))
+    return path

@@ -1,0 +1,442 @@
+"""The `tinyllm` command. Exit codes: 0 done, 1 failed (or: differs), 2 the user's mistake, 130 interrupted.
+
+Help, errors of the configuration, `runs`, `show` and `diff` do without torch, so they answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import tinyllm
+from tinyllm.commands.text import Command, overview, table, training_help, width
+from tinyllm.config.sections import CONFIGS
+from tinyllm.distributed.ranks import here, lost, several, speaks
+from tinyllm.errors import ConfigError, RunError, TinyLLMError
+from tinyllm.record.files import FULL
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return the exit code; expected failures are one line on stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not several():
+        return _main(words)
+    try:
+        return _main(words)
+    except Exception as error:
+        if not speaks():  # the ranks that fail because another did say nothing
+            return 1
+        if not lost(error):
+            raise
+        text = str(error).splitlines()[0]
+        return _fail(f"another rank has gone ({text}); look for its last words, then go on with --resume", 1, told=True)
+
+
+def _main(words: list[str]) -> int:
+    if logging.lastResort is not None:  # the handler of a program that sets up none; it finds a redirected stderr
+        logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
+    try:
+        return _dispatch(words)
+    except TinyLLMError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # the reader of our output has gone, as in `tinyllm runs | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return _fail(f"{error.filename or 'disk'}: {error.strerror}; free some room", 1)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return _fail("out of memory; lower sampling.max_batch or train.tokens_per_microbatch", 1)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether this is a failed allocation, which torch reports in several ways."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview(COMMANDS))
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"tinyllm {tinyllm.__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        import difflib
+
+        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"did you mean `tinyllm {close[0]}`?" if close else f"there is: {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {words[0]!r}; {hint}")
+    return COMMANDS[words[0]].run(words[1:])
+
+
+def _fail(message: str, code: int, *, told: bool = False) -> int:
+    """The exit code, after one line on stderr; of several ranks the first to fail says it. told: that is settled."""
+    if not told and not speaks():
+        return code
+    lead = "error:" if code != 130 else "stopped:"
+    if sys.stderr.isatty():
+        lead = f"\033[1;31m{lead}\033[0m"
+    line = message if code != 130 else message.removeprefix("stopped ")
+    print(f"{lead} {line}", file=sys.stderr)
+    return code
+
+
+class Arguments(argparse.ArgumentParser):
+    """An argument parser that fails as everything else here does."""
+
+    def __init__(self, name: str):
+        command = COMMANDS[name]
+        super().__init__(
+            prog=f"tinyllm {name}", description=command.about, epilog=f"example: {command.example}", add_help=True
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message} (see: {self.prog} --help)")
+
+
+# Training
+
+
+def _train(kind: str, words: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(words):
+        print(training_help(CONFIGS[kind], COMMANDS[kind].about))
+        return 0
+    from tinyllm.config.io import load_toml, overlay, parse_overrides
+
+    rest, special = _take(words, ("config", "resume"))
+    given = parse_overrides(rest, CONFIGS[kind])
+    resumed = special.get("resume")
+    if resumed is not None:
+        if "config" in special or any(not name.startswith("engine.") for name in given):
+            raise ConfigError(
+                "--resume goes on with the run's own configuration (only servers may have moved: --engine.urls); "
+                "leave out the other options"
+            )
+        from tinyllm.record.rundir import RunDir
+
+        config = RunDir.read(resumed).config
+    else:
+        config = load_toml(special["config"], CONFIGS[kind]()) if "config" in special else CONFIGS[kind]()
+        config = overlay(config, given)
+
+    from tinyllm.callbacks import Callback
+    from tinyllm.view.progress import show_progress
+    from tinyllm.view.trackers import make_trackers
+
+    callbacks = [show_progress(), *make_trackers(config.run.trackers)] if here().leads else [Callback()]
+    callbacks[0].on_phase("starting")  # importing torch and transformers takes seconds
+    from tinyllm.post.run import resume, train
+
+    try:
+        if resumed is not None:
+            resume(resumed, engine={name.removeprefix("engine."): x for name, x in given.items()}, callbacks=callbacks)
+        else:
+            train(config, callbacks=callbacks)
+    finally:
+        callbacks[0].on_end(None)  # gives the terminal back, whatever happened
+    return 0
+
+
+def _take(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Words without the options of these names, and those options' values."""
+    rest: list[str] = []
+    found: dict[str, str] = {}
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in names:
+            rest.append(word)
+            continue
+        if not equals and (not queue or queue[0].startswith("--")):
+            raise ConfigError(f"--{name} needs a path")
+        found[name] = value if equals else queue.pop(0)
+        if not found[name]:  # as from an unset shell variable; it would mean the current folder
+            raise ConfigError(f"--{name} needs a path, got an empty one")
+    return rest, found
+
+
+# Looking around
+
+
+def _models(words: Sequence[str]) -> int:
+    Arguments("models").parse_args(words)
+    from tinyllm.model.models import list_models
+
+    rows = []
+    for model in list_models():
+        where = str(model.folder) if model.folder else f"fetched when first used ({model.download_bytes / 1e6:.0f} MB)"
+        rows.append((model.name, f"{model.parameters / 1e6:.0f}M", model.license, f"{model.about}; {where}"))
+    print(table(rows))
+    print("\nAlso: any folder with a model in Hugging Face format, or any hub id, as --model.")
+    return 0
+
+
+def _tasks(words: Sequence[str]) -> int:
+    Arguments("tasks").parse_args(words)
+    from tinyllm.tasks import list_tasks
+
+    print(table(list_tasks()))
+    print("\nYour own rows: --data FILE.jsonl, FILE.parquet or a `datasets` name, and --reward module:function.")
+    return 0
+
+
+def _doctor(words: Sequence[str]) -> int:
+    Arguments("doctor").parse_args(words)
+    from tinyllm.commands.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        print(table([(finding.mark, finding.name, finding.detail)], widths=(4, 26)))
+        if finding.remedy:
+            print(textwrap.fill(f"→ {finding.remedy}", width(), initial_indent=" " * 34, subsequent_indent=" " * 36))
+    broken = [finding for finding in findings if finding.mark == "FAIL"]
+    print(f"\n{len(broken)} of {len(findings)} checks failed" if broken else "\nready")
+    return 1 if broken else 0
+
+
+def _report(words: Sequence[str]) -> int:
+    parser = Arguments("report")
+    parser.add_argument("run", help="run directory")
+    parser.add_argument("other", nargs="?", help="a second run directory, to compare with")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the HTML file (default: report.html in RUN)")
+    given = parser.parse_args(words)
+    from tinyllm.record.rundir import RunDir
+
+    runs = [RunDir.read(path) for path in (given.run, given.other) if path is not None]
+    for run in runs:
+        if not run.metrics():
+            raise RunError(f"{run.path}: metrics.jsonl is missing or empty, so there is nothing to draw")
+    if given.output == "":
+        raise ConfigError("-o needs a file, got an empty name")
+    from tinyllm.view.html import write_html
+    from tinyllm.view.plot import write_report
+
+    if len(runs) == 1:
+        print(write_report(runs[0]))
+    print(write_html(given.output or runs[0].path / "report.html", runs))
+    return 0
+
+
+def _runs(words: Sequence[str]) -> int:
+    parser = Arguments("runs")
+    parser.add_argument("folder", nargs="?", default="runs", help="folder of run directories (default: runs)")
+    from tinyllm.view.run import list_runs
+
+    print(table(list_runs(parser.parse_args(words).folder)))
+    return 0
+
+
+def _show(words: Sequence[str]) -> int:
+    parser = Arguments("show")
+    parser.add_argument("run", help="run directory")
+    parser.add_argument("--step", type=int, help="show the rollouts of this step instead")
+    given = parser.parse_args(words)
+    from tinyllm.record.rundir import RunDir
+    from tinyllm.view.run import describe_run, describe_step
+
+    run = RunDir.read(given.run)
+    print("\n".join(describe_run(run) if given.step is None else describe_step(run, given.step, width())))
+    return 0
+
+
+def _diff(words: Sequence[str]) -> int:
+    parser = Arguments("diff")
+    parser.add_argument("first", help="run directory")
+    parser.add_argument("second", help="run directory")
+    given = parser.parse_args(words)
+    from tinyllm.record.diff import compare_runs
+    from tinyllm.record.rundir import RunDir
+
+    comparison = compare_runs(RunDir.read(given.first), RunDir.read(given.second))
+    print("\n".join(comparison.lines()))
+    return 0 if comparison.equal else 1
+
+
+def _replay(words: Sequence[str]) -> int:
+    parser = Arguments("replay")
+    parser.add_argument("run", help="run directory")
+    parser.add_argument("--steps", metavar="A:B", help="only these steps, from the nearest checkpoint before them")
+    parser.add_argument("--sample", action="store_true", help="sample every completion again too")
+    parser.add_argument("--objective", metavar="PRESET", help="what if: another preset, on the recorded rollouts")
+    parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="what if: another reward function")
+    parser.add_argument("--tolerance", type=float, help="compare numbers within this, not hashes (another machine)")
+    given = parser.parse_args(words)
+    steps = _span(given.steps)
+    from tinyllm.record.rundir import RunDir
+    from tinyllm.view.progress import ReplayProgress
+
+    RunDir.read(given.run)  # a mistake here should not wait for torch
+    display = ReplayProgress() if here().leads else None
+    if display:
+        display.on_phase("starting")
+    from tinyllm.post.replay import replay
+
+    try:
+        result = replay(
+            given.run,
+            steps=steps,
+            sample=given.sample,
+            objective=given.objective,
+            reward=given.reward,
+            tolerance=given.tolerance,
+            on_step=display.on_replayed if display else lambda done, total: None,
+            callbacks=[display] if display else [],
+        )
+    finally:
+        if display:
+            display.close()
+    if display:
+        print("\n".join(_replay_lines(result, given)))
+    return 1 if result.divergence else 0
+
+
+def _span(text: str | None) -> tuple[int, int] | None:
+    """3:7 as (3, 7), 3 as (3, 3)."""
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not first.isdecimal() or not (last.isdecimal() or not colon):
+        raise ConfigError(f"--steps {text}: write the first and the last step, as in 3:7")
+    return int(first), int(last if colon else first)
+
+
+def _replay_lines(result: Any, given: argparse.Namespace) -> list[str]:
+    count = len(result.steps)
+    lines = []
+    if result.conditions:
+        lines.append("recorded conditions that are different here:")
+        lines += [f"  {name}: {was} then, {now} now" for name, was, now in result.conditions]
+    if result.what_if is not None:
+        return [*lines, f"{count} steps computed on the recorded rollouts; what they would have been: {result.what_if}"]
+    if result.divergence is not None:
+        lines.append(f"first divergence: {result.divergence}")
+        if given.tolerance is None and result.conditions:
+            lines.append("where conditions differ, bits may: compare numbers instead with --tolerance 1e-4")
+        return lines
+    what = "every hash equal" if given.tolerance is None else f"every number within {given.tolerance:g}"
+    return [*lines, f"{count} steps, {what}" + (", sampled again too" if given.sample else "")]
+
+
+def _capstone(words: Sequence[str]) -> int:
+    parser = Arguments("capstone")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="where to start (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of rows, order and sampling (default: 0)")
+    parser.add_argument("--out", metavar="DIR", help="folder to write, or to go on with (default: capstones/<time>)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
+    given = parser.parse_args(words)
+    from tinyllm.capstone.stages import Plan
+    from tinyllm.commands.capstone import capstone
+
+    capstone(Plan(model=given.model, seed=given.seed, threads=given.threads), given.out)
+    return 0
+
+
+def _score(words: Sequence[str]) -> int:
+    from tinyllm.commands.score import main as score
+
+    return score(words)
+
+
+def _probe(words: Sequence[str]) -> int:
+    from tinyllm.commands.score import probe_main
+
+    return probe_main(words)
+
+
+def _eval(words: Sequence[str]) -> int:
+    from tinyllm.commands.eval import main as evaluate
+
+    return evaluate(words)
+
+
+def _serve(words: Sequence[str]) -> int:
+    from tinyllm.commands.serve import main as serve
+
+    return serve(Arguments("serve"), words)
+
+
+def _plan(words: Sequence[str]) -> int:
+    from tinyllm.commands.plan import main as plan
+
+    return plan(Arguments("plan"), words)
+
+
+COMMANDS = {
+    "grpo": Command(
+        "Train a model with Group Relative Policy Optimization on a verifiable reward.",
+        "tinyllm grpo --data rows.jsonl --reward rewards.py:score --steps 100",
+        partial(_train, "grpo"),
+    ),
+    "sft": Command(
+        "Train a model on completions that are given (supervised fine-tuning).",
+        "tinyllm sft --data rows.jsonl --epochs 2",
+        partial(_train, "sft"),
+    ),
+    "dpo": Command(
+        "Train a model on pairs of a better and a worse completion (Direct Preference Optimization).",
+        "tinyllm dpo --from-run runs/20260101-120000 --model MODEL",
+        partial(_train, "dpo"),
+    ),
+    "eval": Command(
+        "Evaluate models on a frozen suite: accuracy with intervals, paired comparisons.",
+        "tinyllm eval smollm2-135m-instruct RUN --task arithmetic",
+        _eval,
+    ),
+    "serve": Command(
+        "Serve a model over HTTP, as OpenAI's API: token ids, log-probabilities, seeds, weight updates.",
+        "tinyllm serve smollm2-135m-instruct --port 8000",
+        _serve,
+    ),
+    "capstone": Command(
+        "Take the bundled model from base over SFT and DPO to GRPO, evaluate every stage, write one report.",
+        "tinyllm capstone --seed 0",
+        _capstone,
+    ),
+    "plan": Command(
+        "Work out memory and step time of a configuration on a number of GPUs, hop by hop, before it runs.",
+        "tinyllm plan --model MODEL --gpus 8 --run RUN",
+        _plan,
+    ),
+    "models": Command("List the models that come with tinyllm.", "tinyllm models", _models),
+    "tasks": Command("List the tasks and data recipes.", "tinyllm tasks", _tasks),
+    "doctor": Command("Check this machine: numeric properties, memory, packages.", "tinyllm doctor", _doctor),
+    "runs": Command("List the runs in a folder, with their results.", "tinyllm runs runs/", _runs),
+    "show": Command("Show what a run was, how far it got, what it sampled.", "tinyllm show RUN --step 20", _show),
+    "report": Command(
+        "Write what a run recorded as one page: report.html (and its curves as report.png); two runs are compared.",
+        "tinyllm report RUN OTHER_RUN -o report.html",
+        _report,
+    ),
+    "replay": Command(
+        "Compute a run again from its record and compare every step to the last bit.",
+        "tinyllm replay RUN --steps 10:20 --sample",
+        _replay,
+    ),
+    "diff": Command("Find the first step, hop and row where two runs part, and why.", "tinyllm diff RUN1 RUN2", _diff),
+    "score": Command(
+        "Score completions in a file with a verifier.",
+        "tinyllm score FILE.jsonl --verifier arithmetic --explain",
+        _score,
+    ),
+    "probe": Command(
+        "Attack a verifier, before training does.", "tinyllm probe --verifier arithmetic --data rows.jsonl", _probe
+    ),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""`tinyllm doctor`: what this machine can do and what is missing, each with its remedy."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    mark: str
+    """ok; note: works, with a limit; FAIL: training will not work."""
+    name: str
+    detail: str
+    remedy: str = ""
+
+
+EXTRAS = {
+    "tensorboard": ("tensorboard", "pip install 'tinyllm[track]'"),
+    "wandb": ("wandb", "pip install 'tinyllm[track]'"),
+    "ray": ("ray", "pip install 'tinyllm[cluster]'"),
+    "trackio": ("trackio", "pip install 'tinyllm[track]'"),
+}
+NEED_GIB = 4.0
+"""Memory of the default run: weights, optimizer and activations of the bundled model in float32."""
+NEED_DISK_GIB = 5.0
+"""A default run: two checkpoints, one being written, and the model."""
+
+
+def examine() -> list[Finding]:
+    """Every check, most important first."""
+    return [*_processor(), *_numeric(), _memory(), _disk(), _model(), *_extras()]
+
+
+def _processor() -> list[Finding]:
+    import torch
+
+    from tinyllm.model.memory import native_bf16
+    from tinyllm.record.manifest import processor
+
+    name, _ = processor()
+    threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    found = [Finding("ok", "processor", f"{name}, {threads}")]
+    if torch.cuda.is_available():
+        found.append(Finding("ok", "accelerator", torch.cuda.get_device_name()))
+    elif torch.backends.mps.is_available():
+        found.append(Finding("ok", "accelerator", "Apple GPU"))
+    if native_bf16():
+        found.append(Finding("ok", "bfloat16", "multiplied natively by this processor"))
+    else:
+        found.append(Finding("note", "bfloat16", "not multiplied natively by this processor: float32 is used"))
+    return found
+
+
+def _numeric() -> list[Finding]:
+    from tinyllm.engine.probe import probe
+
+    return [
+        Finding("ok" if good else "note", name.replace("_", " "), detail, "" if good else remedy)
+        for name, (good, detail, remedy) in probe().items()
+    ]
+
+
+def _memory() -> Finding:
+    from tinyllm.model.memory import available_memory, gib
+
+    free, total = available_memory("cpu")
+    detail = f"{gib(free)} free of {gib(total)}; the default run takes about {NEED_GIB:g} GiB"
+    if free >= NEED_GIB * 2**30:
+        return Finding("ok", "memory", detail)
+    return Finding("FAIL", "memory", detail, "close other programs, or lower --max-batch and --tokens-per-microbatch")
+
+
+def _disk() -> Finding:
+    folder = Path("runs") if Path("runs").is_dir() else Path(".")
+    free = shutil.disk_usage(folder).free / 2**30
+    detail = f"{free:.0f} GiB free here; the default run takes up to {NEED_DISK_GIB:g} GiB while it runs"
+    if free >= NEED_DISK_GIB:
+        return Finding("ok", "disk", detail)
+    return Finding("FAIL", "disk", detail, "free some room, or write elsewhere with --run.dir")
+
+
+def _model() -> Finding:
+    from tinyllm.model.models import list_models
+
+    model = list_models()[0]
+    if model.folder is not None:
+        return Finding("ok", "bundled model", str(model.folder))
+    size = f"{model.download_bytes / 1e6:.0f} MB"
+    return Finding(
+        "note", "bundled model", f"not fetched yet ({size})", "fetched when first used; needs pip and a network"
+    )
+
+
+def _extras() -> list[Finding]:
+    return [
+        Finding("ok", f"extra: {name}", "installed")
+        if importlib.util.find_spec(module)
+        else Finding("note", f"extra: {name}", "not installed", remedy)
+        for name, (module, remedy) in EXTRAS.items()
+    ]

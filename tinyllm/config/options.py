@@ -1,0 +1,232 @@
+"""The options of a configuration: their names, types, bounds and texts; a value typed or read becomes a checked one.
+
+A mistake raises ConfigError in one line: the field, the value, and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from tinyllm.config.sections import SHORTCUTS, GRPOConfig
+from tinyllm.errors import ConfigError
+
+BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One leaf of a configuration class."""
+
+    name: str
+    """Dotted: sampling.group_size."""
+    type: Any
+    default: Any
+    help: str
+    bounds: Mapping[str, float]
+
+
+@cache
+def options(kind: Any) -> dict[str, Option]:
+    """All leaves of a configuration class by dotted name, in the order of the source."""
+    return _leaves(kind(), "")
+
+
+def _leaves(default: Any, prefix: str) -> dict[str, Option]:
+    found: dict[str, Option] = {}
+    types_ = typing.get_type_hints(type(default))
+    for item in fields(default):
+        name, value = prefix + item.name, getattr(default, item.name)
+        if is_dataclass(value):
+            found |= _leaves(value, name + ".")
+        else:
+            found[name] = Option(name, types_[item.name], value, item.metadata["help"], item.metadata["bounds"])
+    return found
+
+
+# Names
+
+
+def resolve_name(name: str, kind: Any = GRPOConfig) -> str:
+    """The dotted name an option goes by: dashes count as underscores, and the section may be left out where one fits.
+
+    Raises ConfigError with the nearest valid name.
+    """
+    known = options(kind)
+    name = name.replace("-", "_")
+    if name in known:
+        return name
+    if name in SHORTCUTS and SHORTCUTS[name] in known:
+        return SHORTCUTS[name]
+    fits = [full for full in known if full.endswith("." + name)]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        raise ConfigError(f"option {name!r} could be {' or '.join(fits)}; give the whole name")
+    raise ConfigError(f"unknown option {name!r}; {nearest_name(name, known, kind)}")
+
+
+def nearest_name(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig) -> str:
+    """A hint for an unknown name: the nearest one, or what its section has."""
+    leaf = name.rpartition(".")[2]
+    by_leaf: dict[str, str] = {}
+    for full in known:
+        by_leaf.setdefault(full.rpartition(".")[2], full)
+    for wanted, pool in ((name, {n: n for n in known}), (leaf, by_leaf)):
+        if close := difflib.get_close_matches(wanted, pool, n=1, cutoff=0.72 if pool is by_leaf else 0.8):
+            return f"did you mean {pool[close[0]]!r}?"
+    sections = {full.rpartition(".")[0] for full in known}
+    if close := difflib.get_close_matches(name.partition(".")[0], sections - {""}, n=1):
+        inside = [full.rpartition(".")[2] for full in known if full.startswith(close[0] + ".")]
+        return f"[{close[0]}] has: {', '.join(inside)}"
+    return f"see: tinyllm {kind.kind} --help"
+
+
+# Values
+
+
+def plain_type(hint: Any) -> tuple[Any, bool]:
+    """A type without its `| None`, and whether it had one."""
+    if get_origin(hint) in (types.UnionType, typing.Union):
+        rest = [arg for arg in get_args(hint) if arg is not type(None)]
+        return rest[0], True
+    return hint, False
+
+
+def describe_type(hint: Any) -> str:
+    """What to write for an option of this type, in words; choices are joined by |."""
+    hint, _ = plain_type(hint)
+    args = get_args(hint)
+    if get_origin(hint) is Literal:
+        return "|".join(args)
+    if get_origin(hint) is tuple:
+        one = describe_type(args[0])
+        return f"{one},..." if args[-1] is Ellipsis else ",".join(describe_type(arg) for arg in args)
+    if hint is bool:
+        return "true or false"
+    return {int: "whole number", float: "number", str: "text"}.get(hint, "key=value,...")
+
+
+def coerce(option: Option, value: Any) -> Any:
+    """A value as the option's type, from TOML, JSON or Python (no text is parsed here). Raises ConfigError."""
+    hint, optional = plain_type(option.type)
+    if value is None and optional:
+        return None
+    try:
+        result = _coerce(hint, value)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{option.name} = {show_value(value)}: expected {describe_type(hint)}") from None
+    for item in result if isinstance(result, tuple) else (result,):
+        _check_bounds(option, item)
+    return result
+
+
+def _coerce(hint: Any, value: Any) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        if isinstance(value, str) and args[-1] is Ellipsis:
+            value = (value,)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError
+        if args[-1] is not Ellipsis and len(value) != len(args):
+            raise ValueError
+        return tuple(_coerce(args[0], item) for item in value)
+    if origin is Literal:
+        if value not in args:
+            raise ValueError
+        return value
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint in (str, bool) and isinstance(value, hint):
+        return value
+    if hint is str and isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping) and all(isinstance(part, str) for item in value.items() for part in item):
+        return dict(value)
+    raise TypeError
+
+
+def _check_bounds(option: Option, value: Any) -> None:
+    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{option.name} = {value}: must be a finite number")
+    if isinstance(value, str) and not _is_text(value):
+        raise ConfigError(f"{option.name} = {value!a}: has bytes that are not UTF-8 text; rename or rewrite it")
+    if value == "" and option.name != "data.system_prompt":  # as from an unset shell variable; never "not set"
+        raise ConfigError(f'{option.name} = "": must not be empty; give a value or leave it out')
+    for bound, limit in option.bounds.items():
+        holds = {"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound]
+        if not holds:
+            remedy = (
+                f"set it to {show_value(option.default)}, the default" if option.default is not None else "leave it out"
+            )
+            raise ConfigError(f"{option.name} = {show_value(value)}: must be {words[bound]} {limit:g}; {remedy}")
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 can hold it; arguments of the command line may carry other bytes as half surrogate pairs."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def show_value(value: Any) -> str:
+    """A value as it stands in a message: text in quotes, lists in brackets."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(show_value(item) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+
+
+def to_text(value: Any) -> str:
+    """A value as it is typed on the command line; - for none and for the empty list."""
+    if value is None or value in ((), {}):
+        return "-"
+    if isinstance(value, tuple):
+        return ",".join(to_text(item) for item in value)
+    return value if isinstance(value, str) else show_value(value)
+
+
+def parse_text(option: Option, text: str) -> Any:
+    """A value from what was typed after an option. Lists are a,b,c or a TOML array; maps are key=value,key=value."""
+    hint, optional = plain_type(option.type)
+    if optional and text.lower() == "none":
+        return None
+    try:
+        return coerce(option, _parse(hint, text))
+    except ValueError:
+        raise ConfigError(f"{option.name} = {show_value(text)}: expected {describe_type(hint)}") from None
+
+
+def _parse(hint: Any, text: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        if text.startswith("["):
+            return tomllib.loads(f"x = {text}")["x"]
+        return [_parse(args[0], part.strip()) for part in text.split(",")] if text else []
+    if hint is bool:
+        return BOOLEANS.get(text.lower(), text)
+    if hint is int:
+        return int(text.replace("_", ""))
+    if hint is float:
+        return float(text)
+    if origin is not Literal and hint is not str:
+        pairs = [part.partition("=") for part in text.split(",") if part]
+        if not all(equals for _, equals, _ in pairs):
+            raise ValueError
+        return {key.strip(): value.strip() for key, _, value in pairs}
+    return text

@@ -1,0 +1,1 @@
+"""Engines behind HTTP: the rollout client, dialects of servers, publishing weights to them, the canary."""

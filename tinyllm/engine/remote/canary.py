@@ -1,0 +1,83 @@
+"""The canary: a fixed prompt whose log-probabilities prove which weights a server runs.
+
+After an update the server samples the prompt greedily, the trainer scores the same ids, and the two must agree: on each
+token within the tolerance. That alone would let an update smaller than the tolerance get lost unseen, so a server is
+also caught when its answer is the one before the update to the last bit while the trainer's numbers for it moved by
+more than a tenth of the tolerance (below that, the rounding of a server's own precision may swallow an update).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tinyllm.engine.remote.client import exchange, revision_of
+from tinyllm.engine.remote.dialects import Ask, Bad, require_sound
+from tinyllm.engine.remote.http import Http
+from tinyllm.engine.remote.servers import Server
+from tinyllm.records import SamplingParams
+
+Score = Callable[[Sequence[int], Sequence[int]], Sequence[float]]
+"""(prompt ids, completion ids) -> the trainer's log-probability of each completion token, at temperature 1."""
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
+"""Nats, by the trainer's dtype: two fp32 engines differ by about 1e-6 to 1e-5, two bf16 engines by about 0.01."""
+
+
+@dataclass(frozen=True)
+class Sung:
+    """What a server answered: greedy ids and their log-probabilities."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass
+class Canary:
+    """The fixed prompt, and what was heard before."""
+
+    prompt: tuple[int, ...]
+    score: Score
+    tolerance: float
+    tokens: int = 16
+    _heard: dict[str, tuple[Sung, tuple[float, ...]]] = field(default_factory=dict)
+    """By server: its last answer, and the trainer's numbers for it then."""
+    _count: int = 0
+
+    async def listen(self, http: Http, server: Server, seconds: float) -> Sung:
+        """The server's answer. Raises Failed and Bad, also when the answer names another revision."""
+        self._count += 1
+        params = SamplingParams(max_new_tokens=self.tokens, temperature=0.0)
+        ask = Ask(f"tinyllm-canary-{self._count}", server.model, self.prompt, 1, params, seeded=False)
+        answer = require_sound(await exchange(http, server, ask, seconds), ask)
+        revision_of(answer, server)
+        return Sung(tuple(answer.token_ids), tuple(float(x) for x in answer.logprobs))
+
+    def judge(self, server: Server, sung: Sung) -> float:
+        """The largest difference to the trainer, in nats. Raises Bad when these are not the trainer's weights."""
+        before = self._heard.get(server.url)
+        now = tuple(self.score(self.prompt, sung.token_ids))
+        gap = _largest(now, sung.logprobs)
+        stale = before is not None and before[0] == sung
+        moved = _largest(now, before[1]) if stale and before is not None else 0.0
+        if stale and moved > self.tolerance / 10:
+            raise Bad(
+                "canary",
+                f"it still answers as before the update, to the last bit, while the trainer's numbers moved by "
+                f"{moved:.3g}",
+            )
+        if not gap <= self.tolerance:
+            raise Bad(
+                "canary",
+                f"its log-probabilities differ from the trainer's by up to {gap:.3g}, more than the "
+                f"{self.tolerance:g} of engine.canary_tolerance",
+            )
+        self._heard[server.url] = (sung, now)
+        return gap
+
+
+def _largest(a: Sequence[float], b: Sequence[float]) -> float:
+    """The largest difference; NaN, which max() would pass over, where there is one."""
+    gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    return math.nan if any(map(math.isnan, gaps)) else max(gaps)

@@ -1,0 +1,138 @@
+"""A model behind an OpenAI-compatible server: text in, text out.
+
+    http://host:port/v1#model        (#model may be left out where the server has one)
+
+Chat prompts go to /chat/completions, raw text to /completions, with max_tokens, temperature, top_p, seed, n and stop.
+A request that fails is tried again with growing pauses while that may help (no connection, 408, 429, 5xx), within a
+deadline (cluster/http.py); what then fails is a failed completion with its reason, never a wrong answer. The key is
+OPENAI_API_KEY.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinyllm.engine.remote.http import Failed, Http, Patience, persist, run, together
+from tinyllm.engine.sampling import seed_key
+from tinyllm.errors import ModelError
+from tinyllm.records import Completion, Prompt, Revision, SamplingParams
+
+TRIES = 4
+PAUSE_S = 1.0
+"""Before the second try; doubled before each further one, times a random number from 0.5 to 1."""
+DEADLINE_S = 600.0
+"""For one request, all tries together; the first may take half of it."""
+PARALLEL = 16
+"""Requests under way at a time."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Samples like the engine does, but returns no token ids."""
+
+    url: str
+    model: str
+
+    @classmethod
+    def connect(cls, address: str) -> Server:
+        """Ask the server which models it has. Raises ModelError: nobody there, key refused, no such model."""
+        url, _, model = address.partition("#")
+        url = url.rstrip("/")
+        try:
+            listed = run(lambda http: http.ask("GET", f"{url}/models", timeout_s=30.0, key=_key()))
+            there = [str(entry["id"]) for entry in listed["data"]]
+        except (KeyError, TypeError):
+            raise ModelError(f"{url}/models did not answer with a list of models; is it OpenAI-compatible?") from None
+        except Failed as error:
+            if error.status in (401, 403):
+                raise ModelError(f"{url} refuses the key; set the environment variable OPENAI_API_KEY") from None
+            if error.status == 404 and model:  # some servers do not list
+                return cls(url, model)
+            raise ModelError(f"{url}: {error}; give the address up to /v1, as in http://localhost:8000/v1") from None
+        if model and model not in there:
+            close = difflib.get_close_matches(model, there, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(there[:10]) or 'none'}"
+            raise ModelError(f"{url} has no model {model!r}; {hint}")
+        if not model and len(there) != 1:
+            names = ", ".join(there[:10]) or "none"
+            raise ModelError(f"{url} has {len(there)} models ({names}); name one as {url}#MODEL")
+        return cls(url, model or there[0])
+
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+        """params.n completions of every prompt, prompt after prompt."""
+
+        async def all_of_them(http: Http) -> list[list[Completion]]:
+            slots = asyncio.Semaphore(PARALLEL)
+            return await together([self._answers(http, slots, prompt, params) for prompt in prompts])
+
+        return [completion for part in run(all_of_them) for completion in part]
+
+    async def _answers(
+        self, http: Http, slots: asyncio.Semaphore, prompt: Prompt, params: SamplingParams
+    ) -> list[Completion]:
+        """Servers may return fewer choices than asked for; the rest is asked for again."""
+        found: list[Completion] = []
+        async with slots:
+            while len(found) < params.n:
+                key = seed_key(params.seed, params.step, prompt.id, prompt.draw, len(found))
+                try:
+                    choices = await self._ask(http, prompt, params, params.n - len(found), key)
+                except Failed as error:
+                    rest = range(len(found), params.n)
+                    return found + [_completion(prompt, i, key, "", "error", str(error)) for i in rest]
+                for choice in choices[: params.n - len(found)]:
+                    found.append(_read_choice(prompt, len(found), key, choice))
+        return found
+
+    async def _ask(self, http: Http, prompt: Prompt, params: SamplingParams, n: int, key: int) -> list[Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "seed": key % 2**31,
+            "n": n,
+        }
+        body |= {"top_p": params.top_p} if params.top_p < 1 else {}
+        body |= {"top_k": params.top_k} if params.top_k else {}
+        body |= {"min_p": params.min_p} if params.min_p else {}
+        body |= {"stop": list(params.stop_strings)} if params.stop_strings else {}
+        if prompt.messages is None:
+            path = "/completions"
+            body["prompt"] = prompt.text
+        else:
+            path = "/chat/completions"
+            body["messages"] = [dict(message) for message in prompt.messages]
+        answer = await persist(
+            Patience(TRIES, DEADLINE_S, PAUSE_S),
+            lambda _, seconds: http.ask("POST", self.url + path, body, timeout_s=seconds, key=_key()),
+        )
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list) or not choices:
+            raise Failed("the server's answer has no choices")
+        return choices
+
+
+def _read_choice(prompt: Prompt, sample: int, key: int, choice: Any) -> Completion:
+    try:
+        text = choice["text"] if prompt.messages is None else choice["message"]["content"]
+        reason = choice["finish_reason"]
+    except (KeyError, TypeError):
+        return _completion(prompt, sample, key, "", "error", "a choice without text or finish reason")
+    if reason not in ("stop", "length"):
+        return _completion(prompt, sample, key, "", "error", f"finish reason {reason!r}")
+    if text is not None and not isinstance(text, str):
+        return _completion(prompt, sample, key, "", "error", f"its text is {type(text).__name__}")
+    return _completion(prompt, sample, key, text or "", reason, None)
+
+
+def _completion(prompt: Prompt, sample: int, key: int, text: str, reason: Any, error: str | None) -> Completion:
+    return Completion(prompt.id, prompt.draw, sample, (), (), reason, key, Revision(0, ""), text, error)
+
+
+def _key() -> str:
+    return os.environ.get("OPENAI_API_KEY", "")

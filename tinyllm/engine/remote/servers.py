@@ -1,0 +1,146 @@
+"""The servers that sample: which of them work, which weights each has confirmed, and who takes the next request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from tinyllm.engine.remote.capabilities import Capabilities, alive
+from tinyllm.engine.remote.dialects import DIALECTS, Dialect
+from tinyllm.engine.remote.http import Failed, Http
+from tinyllm.errors import EngineError
+from tinyllm.records import Revision
+
+log = logging.getLogger("tinyllm")
+
+_REMEMBERED = 64
+"""Versions that a server is remembered to have run; more than the lag of any request."""
+_LOOK_S = 0.02
+_CHECKED_S = 0.5
+"""How long a server that says it works is believed; many requests fail at once."""
+
+
+def api_key() -> str:
+    """The key for sampling, from the environment alone: it stands in no configuration and no record."""
+    return os.environ.get("TINYLLM_API_KEY", "")
+
+
+def admin_key() -> str:
+    """The key for changing weights; the other one where a server has only one."""
+    return os.environ.get("TINYLLM_ADMIN_KEY", "") or api_key()
+
+
+@dataclass
+class Server:
+    """One server and what it has confirmed."""
+
+    facts: Capabilities
+    model: str
+    """The name that requests carry; a LoRA adapter's name when weights are published so."""
+    label: str | None = None
+    """The weight version it confirmed after the last update."""
+    revision: Revision | None = None
+    read_label: Callable[[Http], Awaitable[str | None]] | None = None
+    """Asks the server for its weight version; set where its answers do not carry one."""
+    confirmed: dict[str, Revision] = field(default_factory=dict)
+    """Every version it was seen to run, the newest last: a request may begin under one and end under another."""
+    updating: bool = False
+    """Whether an update is under way, of which it is not known yet whether the server took it."""
+    fenced: str | None = None
+    """Why it gets no requests; None when it does."""
+    outstanding: int = 0
+    checking: asyncio.Lock | None = field(default=None, repr=False)
+    checked_at: float = -_CHECKED_S
+
+    @property
+    def url(self) -> str:
+        return self.facts.url
+
+    @property
+    def dialect(self) -> Dialect:
+        return DIALECTS[self.facts.server]
+
+    def fence(self, reason: str) -> None:
+        """No more requests to this server, until it takes an update."""
+        if self.fenced is None:
+            log.warning("%s gets no more requests: %s", self.url, reason)
+        self.fenced = reason
+
+    def confirm(self, revision: Revision, label: str) -> None:
+        """It runs these weights, and was seen to."""
+        if self.fenced is not None:
+            log.warning("%s gets requests again: it runs revision %s", self.url, revision)
+        self.revision, self.label, self.fenced = revision, label, None
+        self.confirmed[label] = revision
+        for old in list(self.confirmed)[:-_REMEMBERED]:
+            del self.confirmed[old]
+
+    async def settled(self) -> None:
+        """Until no update is under way."""
+        while self.updating:
+            await asyncio.sleep(_LOOK_S)
+
+    async def suspect(self, http: Http, error: Failed) -> None:
+        """After a failure that a dead server would give: fence it off when it does not say that it works."""
+        if error.kind == "no answer in time" or (error.status is not None and error.status < 500):
+            return  # slow or busy
+        if self.checking is None:
+            self.checking = asyncio.Lock()
+        async with self.checking:
+            if self.fenced is not None or time.monotonic() - self.checked_at < _CHECKED_S:
+                return
+            works = await alive(http, self.url, api_key())
+            self.checked_at = time.monotonic()
+            if not works:
+                self.fence(f"it does not work any more ({error})")
+
+
+Confirmed = tuple[str, str | None, Revision | None, str | None]
+"""Of a server: the name for requests, label and revision it runs, and why it is fenced off."""
+
+
+class Servers:
+    """All of them."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        assert servers
+        self.all = list(servers)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def live(self) -> list[Server]:
+        return [server for server in self.all if server.fenced is None]
+
+    def require_live(self) -> list[Server]:
+        """Those that work. Raises EngineError, with each one's reason, when there is none."""
+        if not self.live:
+            reasons = "; ".join(f"{server.url}: {server.fenced}" for server in self.all)
+            raise EngineError(f"no server is left to sample on ({reasons}); start it again and resume the run")
+        return self.live
+
+    def confirmed(self) -> list[Confirmed]:
+        """What each has confirmed, for another process that samples on the same servers."""
+        return [(server.model, server.label, server.revision, server.fenced) for server in self.all]
+
+    def adopt(self, confirmed: Sequence[Confirmed]) -> None:
+        """Take over what another process saw confirmed."""
+        for server, (model, label, revision, fenced) in zip(self.all, confirmed, strict=True):
+            server.model, server.label, server.revision, server.fenced = model, label, revision, fenced
+
+    def pick(self, avoid: Server | None = None) -> Server:
+        """The one with the fewest requests under way; not the one that just failed, where there is another."""
+        live = self.require_live()
+        return min(live, key=lambda server: (server is avoid and len(live) > 1, server.outstanding))
+
+    def enter_loop(self) -> None:
+        """In a new event loop the locks of the last one are of no use, and nothing is under way."""
+        loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return
+        self._loop = loop
+        for server in self.all:
+            server.checking, server.outstanding = None, 0

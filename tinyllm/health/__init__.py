@@ -1,0 +1,1 @@
+"""What is wrong with a run, from its history, in plain words with a remedy."""

@@ -1,0 +1,1 @@
+"""Causal language models: find, check, load, prompt, save, merge; what they need of memory."""

@@ -1,0 +1,136 @@
+"""What can be sampled from: a model, a run's result, its best weights, a checkpoint, a model behind a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinyllm.config.sections import GRPOConfig
+from tinyllm.engine.kv_cache import CacheShape
+from tinyllm.engine.policy import Policy
+from tinyllm.errors import ModelError, RunError
+from tinyllm.model import models
+from tinyllm.model.memory import MemoryEstimate, available_memory, gib, keep_freed_memory, memory_estimate
+from tinyllm.record.rundir import MANIFEST, RunDir
+from tinyllm.records import Revision
+from tinyllm.stats import held_out_score, score_kind
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model argument, found but not loaded."""
+
+    name: str
+    """As it was given."""
+    source: str
+    """The model (bundled, folder, hub id) whose tokenizer is used and, but for a checkpoint, whose weights."""
+    run: RunDir | None = None
+    step: int | None = None
+    """Of a checkpoint."""
+
+    @property
+    def is_server(self) -> bool:
+        return self.source.startswith(("http://", "https://"))
+
+
+def find_subject(word: str) -> Subject:
+    """What MODEL, RUN, RUN@best, RUN@20 or http://host:port/v1#model names. Raises ModelError, RunError."""
+    if word.startswith(("http://", "https://")):
+        return Subject(word, word)
+    folder, at, part = word.rpartition("@")
+    if at and (Path(folder) / MANIFEST).exists():
+        return _part_of_run(word, RunDir.read(folder), part)
+    if (Path(word) / MANIFEST).exists():
+        return _part_of_run(word, RunDir.read(word), "model")
+    if at and (part.isdecimal() or part == "best"):
+        raise RunError(f"{folder}: no run here ({MANIFEST} is missing); see: tinyllm runs")
+    models.resolve(word)
+    return Subject(word, word)
+
+
+def _part_of_run(word: str, run: RunDir, part: str) -> Subject:
+    if part.isdecimal():
+        step = int(part)
+        if step not in run.checkpoints.steps():
+            raise RunError(f"{run.path} has no checkpoint of step {step}; {_offer(run)}")
+        return Subject(word, run.config.model.name, run, step)
+    if part not in ("model", "best"):
+        raise RunError(f"{word}: write RUN, RUN@best, or RUN@STEP; {_offer(run)}")
+    if part == "best" and not (run.path / part).is_dir() and _ended_best(run):
+        part = "model"
+    if not (run.path / part).is_dir():
+        what = (
+            "no final model (it did not end)" if part == "model" else "no best weights (no evaluation beat the first)"
+        )
+        raise RunError(f"{run.path} has {what}; {_offer(run)}")
+    return Subject(word, str(run.path / part), run)
+
+
+def _ended_best(run: RunDir) -> bool:
+    """Whether the last evaluation is the best: then the final model is, and there is no best/ beside it."""
+    scores = [(row, score[0]) for row in run.metrics("eval") if row["step"] and (score := held_out_score(row))]
+    signs = [-value if score_kind(row) == "loss" else value for row, value in scores]
+    return bool(signs) and all(value < signs[-1] for value in signs[:-1])
+
+
+def _offer(run: RunDir) -> str:
+    steps = ", ".join(f"{run.path}@{step}" for step in run.checkpoints.steps())
+    return f"checkpoints: {steps}" if steps else "it has no checkpoints"
+
+
+def load_policy(subject: Subject, dtype: str, device: str, *, samples: int, cached: int) -> tuple[Policy, Revision]:
+    """The model ready to sample and its revision, checked against memory first. Raises ModelError, RunError.
+
+    samples: completions that run together; cached: tokens of the key-value cache.
+    """
+    if subject.run is not None and dtype == "auto":
+        dtype = subject.run.config.model.dtype
+    device = models.pick_device(device)
+    _require_room(subject, models.pick_dtype(dtype, device), device, samples, cached)
+    model: Any = models.load_model(subject.source, dtype, device)
+    if device == "cpu":
+        keep_freed_memory()
+    if subject.step is not None:
+        model = _with_checkpoint(subject, model)
+    policy = Policy(model.requires_grad_(False))
+    policy.check()
+    return policy, Revision(subject.step or 0, models.content_hash(model))
+
+
+def _require_room(subject: Subject, dtype: torch.dtype, device: str, samples: int, cached: int) -> None:
+    """Weights and cache must fit into what is free."""
+    arch = models.load_config(subject.source)
+    cache = cached * CacheShape.of(arch, dtype).token_bytes
+    logits = 3 * 4 * samples * arch.get_text_config().vocab_size
+    needed = MemoryEstimate((*memory_estimate(arch, dtype).parts, ("key-value cache", cache), ("logits", logits)))
+    free, total = available_memory(device)
+    if needed.total > free:
+        raise ModelError(
+            f"model {subject.name} is too large for this machine: it needs about {needed}, and {device} has "
+            f"{gib(free)} free of {gib(total)}; choose a smaller model, or lower --max-batch"
+        )
+
+
+@torch.no_grad()
+def _with_checkpoint(subject: Subject, model: Any) -> Any:
+    """The start model with the trained weights of a checkpoint in place. Raises RunError."""
+    run, step = subject.run, subject.step
+    assert run is not None
+    config: GRPOConfig = run.config
+    was, now = run.manifest["hashes"].get("weights"), models.content_hash(model)
+    if config.lora.rank:
+        if str(next(model.parameters()).dtype) == f"torch.{run.manifest['facts'].get('dtype')}" and was != now:
+            raise RunError(f"{subject.source} is not what {run.path} started from any more; put it back")
+        model = models.add_lora(model, config.lora.rank, config.lora.alpha, config.lora.targets, seed=config.seed)
+    _, tensors, _ = run.load_checkpoint(step)
+    parameters = dict(model.named_parameters())
+    for name, weight in tensors["weights"].items():
+        if name not in parameters or parameters[name].shape != weight.shape:
+            raise RunError(
+                f"{subject.name}: its {name} does not fit the model {subject.source}; is that another model?"
+            )
+        parameters[name].copy_(weight)
+    return model

@@ -1,0 +1,290 @@
+"""Groups from a pool of engines and verifiers, sampled ahead of the training by a bounded lag.
+
+Batches are decided before they are sampled: step t trains the prompts that a run without a pool would train, whoever
+finishes first. Asynchrony changes only when they are sampled. Step t is let in as soon as the weights of revision
+t - 1 - max_lag are published, so no token is older than that when it is trained, and nothing is sampled to be thrown
+away. With max_lag 0 a step is let in when the one before is trained: the run without a pool, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from tinyllm.config.sections import GRPOConfig
+from tinyllm.engine.engine import Engine
+from tinyllm.errors import ConfigError
+from tinyllm.health.ledger import DROPPED_SHARE, ledger_line, selection
+from tinyllm.pool.driver import Driver
+from tinyllm.pool.engine_worker import EngineSpec, EngineWorker, to_arrays, trained_parameters
+from tinyllm.pool.judging import Judge, Judged, build_judge, without_verdict
+from tinyllm.pool.ray_workers import RayCluster
+from tinyllm.pool.state import Done, Work
+from tinyllm.pool.workers import Staff, ThreadWorker
+from tinyllm.post.batch import Rules
+from tinyllm.post.source import Logbook, PromptOrder, missing_groups, require_signal
+from tinyllm.record.rundir import RunDir
+from tinyllm.records import Group, Prompt, Revision, SamplingParams
+from tinyllm.rewards.functions import Logged
+
+log = logging.getLogger("tinyllm")
+
+_LOOK_S = 0.5
+"""How often the display is told what the workers do."""
+
+
+def is_pooled(config: GRPOConfig) -> bool:
+    """Whether a run samples ahead, or verifies, in workers of its own."""
+    return bool(config.pool.engines or config.pool.verifiers or config.pool.max_lag)
+
+
+def doing(groups: str, states: Mapping[str, Sequence[str]]) -> str:
+    """What a pool does: the phase, and below it a line on the groups and one on each kind of worker."""
+    lines = ["sampling", f"{'groups':10} {groups}"]
+    for kind, each in states.items():
+        told = [f"{number}: {state}" for number, state in enumerate(each, 1)] if len(each) > 1 else each
+        lines.append(f"{kind.removesuffix('s') + 's':10} {'   '.join(told)}")
+    return "\n".join(lines)
+
+
+class Pool:
+    """Workers of one run and the driver that keeps them busy."""
+
+    def __init__(self, config: GRPOConfig, engine: Any, verify: Any, judged: Any, data: Any, prompts: Any, params: Any):
+        self.config, self.engine = config, engine
+        self.cluster: RayCluster | None = None
+        self.embedded = isinstance(engine, Engine)
+        self.changed = threading.Condition()
+        self.done: Callable[[Done], None] = lambda done: None
+        self.error: BaseException | None = None
+        settings = config.pool
+        parameters = dict(trained_parameters(engine.policy.model))
+        try:
+            if settings.engines or settings.verifiers:
+                size = sum(p.numel() * p.element_size() for p in parameters.values()) if settings.engines else 0
+                self.cluster = RayCluster(settings.ray_address, settings.engines + settings.verifiers, size)
+            self.driver = Driver(
+                self._engines(prompts, params),
+                self._verifiers(verify, judged, data),
+                without_verdict,
+                lambda done: self.done(done),
+                self._failed,
+                attempts=settings.group_attempts,
+            )
+        except BaseException:
+            if self.cluster is not None:
+                self.cluster.close()
+            raise
+
+    def _engines(self, prompts: Sequence[Prompt], params: SamplingParams) -> Staff:
+        config, settings = self.config, self.config.pool
+        if not self.embedded:
+            groups = max(1, config.engine.max_concurrent // config.sampling.group_size)
+            return self.engine.staff(groups, settings.max_lag)
+        if self.engine.policy.device.type != "cpu":
+            raise ConfigError(
+                f"pool.engines = {settings.engines}: they sample on CPUs, and the model is on "
+                f"{self.engine.policy.device}; start servers there (tinyllm serve) and give engine.urls"
+            )
+        assert self.cluster is not None
+        slots, own, pool = self.engine.slots(prompts, params)
+        model = replace(config.model, device="cpu")
+        spec = EngineSpec(model, config.lora, config.seed, settings.engine_threads, slots, own, pool)
+        make = partial(self.cluster.worker, partial(EngineWorker, spec))
+        capacity = -(-slots // params.n)
+        return Staff("engine", settings.engines, make, capacity, settings.group_deadline_s, takes_weights=True)
+
+    def _verifiers(self, verify: Any, judged: Any, data: Any) -> Staff:
+        settings = self.config.pool
+        if not settings.verifiers:  # what runs here cannot be ended, as without a pool
+            return Staff("verifier", 1, lambda: ThreadWorker(lambda: Judge(verify)), capacity=1)
+        assert self.cluster is not None
+        build = partial(build_judge, judged, replace(data, train=data.train[:1], held_out=()))
+        self.cluster.require_portable(
+            build, "the reward function", "give it as module:function, or leave out pool.verifiers"
+        )
+        make = partial(self.cluster.worker, build)
+        return Staff("verifier", settings.verifiers, make, 1, settings.group_deadline_s)
+
+    def publish(self, revision: Revision) -> None:
+        """From now on engines sample with the policy's weights as they are."""
+        weights = None
+        if self.embedded:
+            assert self.cluster is not None
+            weights = self.cluster.put(to_arrays(dict(trained_parameters(self.engine.policy.model))))
+        self.driver.publish(revision, weights)
+
+    def _failed(self, error: BaseException) -> None:
+        with self.changed:
+            self.error = error
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """No process is left."""
+        self.driver.close()
+        if not self.embedded:
+            self.engine.close()
+        if self.cluster is not None:
+            self.cluster.close()
+
+
+@dataclass
+class _Step:
+    """A step under way."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    draws: dict[str, int] = field(default_factory=dict)
+    judged: dict[int, Judged] = field(default_factory=dict)
+    refills: int = 0
+    complete: bool = False
+
+    @property
+    def groups(self) -> list[Group]:
+        """In the order of the prompts, once all are there."""
+        return [self.judged[number].group for number in range(len(self.prompts))]
+
+
+class PoolSource:
+    """The source of a run with a pool; see the head of this file, and source.py."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        pool: Pool,
+        order: PromptOrder,
+        params: SamplingParams,
+        config: GRPOConfig,
+        *,
+        first_step: int,
+        revision: Revision,
+        on_phase: Callable[[str], None],
+    ) -> None:
+        self.run, self.pool, self.order, self.params = run, pool, order, params
+        self.train, self.rules, self.max_lag = config.train, Rules.of(config), config.pool.max_lag
+        self.first_step, self.on_phase = first_step, on_phase
+        self.seconds: dict[str, float] = {}
+        self.logged = Logged()
+        self._admitted = first_step - 1
+        self._steps: dict[int, _Step] = {}
+        self._lines: list[dict[str, Any]] = []
+        self._ledger = run.ledger()
+        self._warned = False
+        self._busy, self._clock = pool.driver.busy_seconds(), time.monotonic()
+        pool.done = self._done
+        self._let_in(revision)
+
+    def publish(self, revision: Revision) -> None:
+        self.pool.engine.publish(revision)
+        self._let_in(revision)
+
+    def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
+        for step in range(self.first_step, self.train.steps + 1):
+            groups = self._wait(step)
+            self.order.trained += len(groups)
+            yield step, groups
+
+    # -- letting groups in ------------------------------------------------------------------------------------------
+
+    def _let_in(self, revision: Revision) -> None:
+        self.pool.publish(revision)
+        last = min(self.train.steps, revision.step + 1 + self.max_lag)
+        with self.pool.changed:
+            while self._admitted < last:
+                self._admitted += 1
+                self._steps[self._admitted] = _Step()
+                self._draw(self._admitted, self.train.prompts_per_step)
+
+    def _draw(self, number: int, count: int) -> None:
+        """Further prompts for a step."""
+        step = self._steps[number]
+        first = len(step.prompts)
+        step.prompts += self.order.take(count, step.draws)
+        params = replace(self.params, step=number)
+        self.pool.driver.submit([Work(number, i, step.prompts[i], params) for i in range(first, len(step.prompts))])
+
+    def _done(self, done: Done) -> None:
+        """A group has come back (in the driver's thread)."""
+        judged: Judged = done.result
+        with self.pool.changed:
+            step = self._steps[done.work.step]
+            step.judged[done.work.number] = judged
+            self._lines.append(ledger_line(done.work.step, judged.group, vars(done.trace)))
+            if len(step.judged) == len(step.prompts):
+                self._settle(done.work.step, step)
+            self.pool.changed.notify_all()
+
+    def _settle(self, number: int, step: _Step) -> None:
+        """All groups of a step are there: it is complete, or dynamic sampling draws more."""
+        missing = missing_groups(step.groups, self.rules, self.train) if self.rules.dynamic_sampling else 0
+        if missing and step.refills < self.train.max_refills:
+            step.refills += 1
+            self._draw(number, missing)
+        else:
+            step.complete = True
+
+    # -- handing steps on -------------------------------------------------------------------------------------------
+
+    def _wait(self, number: int) -> list[Group]:
+        begin = time.monotonic()
+        with self.pool.changed:
+            while not (step := self._steps[number]).complete:
+                if self.pool.error is not None:
+                    raise self.pool.error
+                self.on_phase(self._doing(number))
+                self.pool.changed.wait(_LOOK_S)
+            del self._steps[number]
+            lines, self._lines = self._lines, []
+        self._account(time.monotonic() - begin)
+        self._keep(number, lines)
+        groups = step.groups
+        if self.rules.dynamic_sampling:
+            require_signal(number, groups, self.rules, self.train)
+        self._require_lag(number, groups)
+        book = Logbook()
+        for place in range(len(step.prompts)):
+            judged = step.judged[place]
+            done = {r.completion.sample: r.completion for r in judged.group.rollouts}
+            book.add(judged.logged, [done[sample] for sample in judged.samples], [judged.group])
+        self.logged = book.logged
+        return groups
+
+    def _doing(self, number: int) -> str:
+        ahead = sum(len(step.judged) for later, step in self._steps.items() if later > number)
+        step = self._steps[number]
+        groups = f"{len(step.judged)} of {len(step.prompts)} there, {ahead} of later steps"
+        return doing(groups, self.pool.driver.states())
+
+    def _account(self, waited_s: float) -> None:
+        """Seconds that the trainer waited, and the share of the time since the last step in which workers had nothing
+        to do."""
+        now, busy = time.monotonic(), self.pool.driver.busy_seconds()
+        passed = max(1e-9, now - self._clock)
+        self.seconds = {"wait_s": waited_s, "trainer_idle": min(1.0, waited_s / passed)}
+        counts = {staff.name: staff.count for staff in self.pool.driver.staffs}
+        for name, seconds in busy.items():
+            share = (seconds - self._busy[name]) / (passed * counts[name])
+            self.seconds[f"{name}_idle"] = min(1.0, max(0.0, 1.0 - share))
+        self._busy, self._clock = busy, now
+
+    def _keep(self, number: int, lines: Sequence[dict[str, Any]]) -> None:
+        """Writes the ledger, and warns once when what was dropped is worth it."""
+        self.run.log_ledger(lines)
+        self._ledger += lines
+        if self._warned or not any(line["dropped"] for line in lines):
+            return
+        found = selection(self._ledger, number)
+        if found.dropped > DROPPED_SHARE * found.requested:
+            self._warned = True
+            log.warning("step %d: %s", number, "; ".join(found.warnings))
+
+    def _require_lag(self, number: int, groups: Sequence[Group]) -> None:
+        for group in groups:
+            for rollout in group.rollouts:
+                for span in rollout.completion.all_spans if rollout.completion.token_ids else ():
+                    lag = number - 1 - span.revision.step
+                    assert 0 <= lag <= self.max_lag, (number, group.id, span, self.max_lag)

@@ -1,0 +1,1 @@
+"""Verifier family `code`: programs run against tests in a sandbox."""

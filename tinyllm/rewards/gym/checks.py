@@ -1,0 +1,354 @@
+"""Checks of reasoning-gym answers: each from (gold, metadata) to a check of an answer text. Exact, without partial
+credit.
+
+The generators of reasoning-gym are used, its scores are not: they evaluate model text, take nan, prefixes and near
+misses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from tinyllm.rewards.gym.readers import FormulaReader, arithmetic, letters, truth
+from tinyllm.rewards.math.compare import Rules
+from tinyllm.rewards.math.compare import same as same_answer
+from tinyllm.rewards.math.reader import Tree, read
+from tinyllm.rewards.math.tokens import Unreadable
+from tinyllm.rewards.math.value import TooLarge, Undefined, numeric, symbols
+from tinyllm.rewards.text.numbers import read_number
+
+Check = Callable[[str], bool]
+Metadata = Mapping[str, Any]
+MAX_CHARS = 20_000
+MAX_VARIABLES = 12
+
+
+class BadGold(ValueError):
+    """The row cannot be judged; the message says why."""
+
+
+def text_check(gold: str, metadata: Metadata) -> Check:
+    """The gold text, white space at line ends and around aside."""
+    want = _lines(gold)
+    return lambda answer: _lines(answer) == want
+
+
+def number_check(gold: str, metadata: Metadata) -> Check:
+    """The gold number, in any of our forms."""
+    number = read_number(gold)
+    if number is None:
+        raise BadGold(f"gold {gold!r} is no number")
+    return lambda answer: (found := read_number(answer)) is not None and found.value == number.value
+
+
+def numbers_check(gold: str, metadata: Metadata) -> Check:
+    """The gold list of numbers, in order: [1, '2'] or 1 2 or 1, 2."""
+    want = _numbers(gold)
+    if want is None:
+        raise BadGold(f"gold {gold!r} is no list of numbers")
+    return lambda answer: _numbers(answer) == want
+
+
+def words_check(gold: str, metadata: Metadata) -> Check:
+    """The gold list of words, in order, between commas."""
+    want = [word.strip() for word in gold.split(",")]
+    return lambda answer: [word.strip() for word in answer.strip("[] ").split(",")] == want
+
+
+def grid_check(gold: str, metadata: Metadata) -> Check:
+    """The gold grid: rows of cells, as nested lists or as lines; shape and every cell."""
+    want = _grid(gold)
+    if not want:
+        raise BadGold(f"gold {gold!r} is no grid")
+    return lambda answer: _grid(answer) == want
+
+
+def truth_check(gold: str, metadata: Metadata) -> Check:
+    """True or False, in any case."""
+    if gold.strip().lower() not in ("true", "false"):
+        raise BadGold(f"gold {gold!r} is neither True nor False")
+    return lambda answer: answer.strip().lower() == gold.strip().lower()
+
+
+def factors_check(gold: str, metadata: Metadata) -> Check:
+    """The prime factors, in any order."""
+    want = _factors(gold)
+    if want is None:
+        raise BadGold(f"gold {gold!r} is no product of whole numbers")
+    if not all(_is_prime(factor) for factor in want):
+        raise BadGold(f"gold {gold!r} has a factor that is not prime")
+    return lambda answer: _factors(answer) == want
+
+
+def math_check(gold: str, metadata: Metadata) -> Check:
+    """An expression equal to the gold."""
+    want = _read(gold)
+    if want is None:
+        raise BadGold(f"gold {gold!r} does not read as mathematics")
+    return lambda answer: (found := _read(answer)) is not None and _equal(want, found)
+
+
+def choice_check(gold: str, metadata: Metadata) -> Check:
+    """One of the valid answers of the metadata (the gold, when there are none)."""
+    given = metadata.get("valid_answers")
+    if not given and gold.strip().lower() in ("", "none"):
+        raise BadGold("it has neither a gold nor valid_answers")
+    valid = [_lines(str(text)) for text in given or [gold]]
+    return lambda answer: _lines(answer) in valid
+
+
+def countdown_check(gold: str, metadata: Metadata) -> Check:
+    """An expression of the given numbers, each as often as given, with the target as its value; "= target" may
+    follow."""
+    numbers, target = metadata.get("numbers"), metadata.get("target")
+    if not numbers or not isinstance(target, int):
+        raise BadGold("metadata lacks numbers or target")
+    want = sorted(int(number) for number in numbers)
+
+    def check(answer: str) -> bool:
+        expression, equals, right = answer.partition("=")
+        if equals and ((stated := read_number(right)) is None or stated.value != target):
+            return False
+        found = arithmetic(expression)
+        return found is not None and found[0] == target and sorted(found[1]) == want
+
+    return check
+
+
+def puzzle24_check(gold: str, metadata: Metadata) -> Check:
+    """Countdown to 24."""
+    return countdown_check(gold, {"numbers": metadata.get("numbers"), "target": 24})
+
+
+def integral_check(gold: str, metadata: Metadata) -> Check:
+    """An antiderivative: its derivative is the integrand at fixed points; only the variable and one constant may stand
+    in it."""
+    variable = str(metadata.get("variable", "x"))
+    integrand = _read(str(metadata.get("integrand", "")))
+    if integrand is None or symbols(integrand) - {variable}:
+        raise BadGold("metadata lacks an integrand that reads as mathematics in its variable")
+
+    def check(answer: str) -> bool:
+        tree = _read(answer)
+        if tree is None or symbols(tree) - {variable, "C", "c", "K", "k"} or len(symbols(tree) - {variable}) > 1:
+            return False
+        others = {name: mpmath.mpf(1) for name in symbols(tree) - {variable}}
+        agreed = 0
+        with mpmath.workdps(60):
+            for point in (mpmath.mpf(7) / 11, mpmath.mpf(13) / 9, mpmath.mpf(29) / 13, mpmath.mpf(5) / 3):
+                try:
+                    slope = mpmath.diff(lambda value: numeric(tree, {variable: value, **others}), point)
+                    want = numeric(integrand, {variable: point})
+                except (Undefined, TooLarge, ArithmeticError, ValueError):
+                    continue
+                if abs(slope - want) > mpmath.mpf(10) ** -20 * max(1, abs(want)):
+                    return False
+                agreed += 1
+        return agreed >= 3
+
+    if gold.strip().lower() not in ("", "none") and not check(gold):
+        raise BadGold(f"gold {gold[:60]!r} is no antiderivative of the integrand that reads as mathematics")
+    return check
+
+
+def moves_check(gold: str, metadata: Metadata) -> Check:
+    """Turns that solve the scrambled cube; anything but turns is no answer. Needs reasoning-gym's cube."""
+    size, scramble = metadata.get("cube_size"), metadata.get("scramble_moves")
+    if not isinstance(size, int) or not isinstance(scramble, str):
+        raise BadGold("metadata lacks cube_size or scramble_moves")
+    if not 2 <= size <= 20 or not all(re.fullmatch(r"[UDLRFB][2']?", turn) for turn in scramble.split()):
+        raise BadGold("cube_size is not 2 to 20, or scramble_moves are not turns")
+
+    def check(answer: str) -> bool:
+        from magiccube.cube import Cube
+
+        turns = answer.split()
+        if not turns or len(turns) > 500 or not all(re.fullmatch(r"[UDLRFB][2']?", turn) for turn in turns):
+            return False
+        cube = Cube(size)
+        cube.rotate(scramble)
+        cube.rotate(" ".join(f"{turn[0]} {turn[0]}" if turn.endswith("2") else turn for turn in turns))
+        return bool(cube.is_done())
+
+    return check
+
+
+def entailed_check(gold: str, metadata: Metadata) -> Check:
+    """A formula that follows from the premises, is not true by itself, and is none of the premises."""
+    names = [str(name) for name in metadata.get("variables") or ()]
+    premises = [FormulaReader(str(text)).read() for text in metadata.get("premises") or ()]
+    known = [premise for premise in premises if premise is not None]
+    if not names or not known or len(known) < len(premises) or len(names) > MAX_VARIABLES:
+        raise BadGold("metadata lacks variables or premises that can be read")
+    rows = [dict(zip(names, row, strict=True)) for row in itertools.product((False, True), repeat=len(names))]
+    worlds = [row for row in rows if all(truth(premise, row) for premise in known)]
+    if not worlds:
+        raise BadGold("the premises contradict each other, so anything follows")
+
+    def check(answer: str) -> bool:
+        formula = FormulaReader(answer).read()
+        if formula is None or formula in known or letters(formula) - set(names):
+            return False
+        return all(truth(formula, row) for row in worlds) and not all(truth(formula, row) for row in rows)
+
+    return check
+
+
+# Readers
+
+
+def _lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.strip().split("\n")]
+
+
+def _numbers(text: str) -> list[Fraction | int] | None:
+    text = text.strip()
+    if len(text) > MAX_CHARS:
+        return None
+    if text.startswith("[") != text.endswith("]"):
+        return None
+    inside = text[1:-1] if text.startswith("[") else text
+    parts = [part.strip() for part in (inside.split(",") if "," in inside else inside.split())]
+    found = [
+        read_number(part[1:-1] if len(part) > 1 and part[0] == part[-1] and part[0] in "'\"" else part)
+        for part in parts
+    ]
+    return None if None in found or not found else [number.value for number in found if number]
+
+
+def _grid(text: str) -> list[list[str]] | None:
+    """Rows of cells; None when the rows differ in length."""
+    text = text.strip()
+    if len(text) > MAX_CHARS:
+        return None
+    if text.startswith("["):
+        if not re.fullmatch(r"\[\s*(?:\[[^\[\]]*\]\s*,?\s*)*\]", text):
+            return None
+        rows = [[cell.strip().strip("'\"") for cell in row.split(",")] for row in re.findall(r"\[([^\[\]]*)\]", text)]
+    else:
+        rows = [line.split() for line in text.split("\n")]
+    return rows if rows and all(rows) and len({len(row) for row in rows}) == 1 else None
+
+
+def _factors(text: str) -> list[int] | None:
+    parts = re.split(r"\s*[\u00d7*x]\s*", text.strip())
+    if not all(re.fullmatch(r"[0-9]{1,40}", part) for part in parts):
+        return None
+    return sorted(int(part) for part in parts)
+
+
+def _is_prime(number: int) -> bool:
+    """Whether a number is prime, by trial up to a million; larger ones count as prime without a small divisor."""
+    return number > 1 and all(number % divisor for divisor in range(2, min(math.isqrt(number), 10**6) + 1))
+
+
+def _read(text: str) -> Tree | None:
+    try:
+        tree = read(re.sub(r"\bE\b", "e", text))
+    except Unreadable:
+        return None
+    return tree
+
+
+def _equal(gold: Tree, answer: Tree) -> bool:
+    try:
+        return same_answer(gold, answer, Rules()) is True
+    except (TooLarge, Undefined):
+        return False
+
+
+def _names(text: str) -> Sequence[str]:
+    return tuple(text.split())
+
+
+CHECKS: dict[str, Callable[[str, Metadata], Check]] = {
+    **dict.fromkeys(
+        _names(
+            "ab acre aiw base_conversion bf binary_alternation caesar_cipher circuit_logic color_cube_rotation "
+            "course_schedule "
+            "dice emoji_mystery futoshiki family_relationships fraction_simplification isomorphic_strings "
+            "letter_jumble mahjong_puzzle maze "
+            "needle_haystack ransom_note sentence_reordering spell_backward string_insertion "
+            "string_manipulation string_splitting "
+            "string_synthesis syllogism time_intervals word_sequence_reversal zebra_puzzles"
+        ),
+        text_check,
+    ),
+    **dict.fromkeys(
+        _names(
+            "basic_arithmetic chain_sum coin_flip count_bits count_primes decimal_arithmetic decimal_chain_sum "
+            "gcd gsm_symbolic "
+            "largest_island lcm leg_counting letter_counting number_sequence products rectangle_count rotten_oranges "
+            "simple_equations"
+        ),
+        number_check,
+    ),
+    **dict.fromkeys(_names("number_filtering number_sorting spiral_matrix"), numbers_check),
+    **dict.fromkeys(
+        _names("binary_matrix game_of_life manipulate_matrix mini_sudoku pool_matrix rotate_matrix sudoku"), grid_check
+    ),
+    **dict.fromkeys(_names("complex_arithmetic polynomial_multiplication"), math_check),
+    **dict.fromkeys(_names("intermediate_integration simple_integration"), integral_check),
+    "word_sorting": words_check,
+    "game_of_life_halting": truth_check,
+    "prime_factorization": factors_check,
+    "n_queens": choice_check,
+    "countdown": countdown_check,
+    "puzzle24": puzzle24_check,
+    "rubiks_cube": moves_check,
+    "propositional_logic": entailed_check,
+}
+"""The closed table: a data set without an entry is refused at load."""
+
+
+def _numbers_of(metadata: Metadata, key: str) -> list[int]:
+    return [int(number) for number in metadata[key]]
+
+
+_SOLVERS: dict[str, Callable[[Metadata], str]] = {
+    "gcd": lambda data: str(math.gcd(*_numbers_of(data, "numbers"))),
+    "lcm": lambda data: str(math.lcm(*_numbers_of(data, "numbers"))),
+    "count_bits": lambda data: str(int(data["number"]).bit_count()),
+    "spell_backward": lambda data: str(data["word"])[::-1],
+    "word_sequence_reversal": lambda data: ", ".join(reversed(data["words"])),
+    "word_sorting": lambda data: ", ".join(sorted(data["transformed_words"], reverse=data["direction"] != "ascending")),
+    "number_sorting": lambda data: str(
+        sorted(data["original_numbers"], key=Fraction, reverse=data["direction"] != "ascending")
+    ),
+    "spiral_matrix": lambda data: " ".join(map(str, data["solution"])),
+    "letter_counting": lambda data: str(sum(word.lower().count(data["target_letter"]) for word in data["span"])),
+    "chain_sum": lambda data: str(_arithmetic_value(data["expression"])),
+    "products": lambda data: str(_arithmetic_value(data["expression"])),
+    "game_of_life_halting": lambda data: str(not data["should_oscillate"]),
+}
+"""Data sets whose gold follows from the metadata: a gold that says otherwise is a fault of the row."""
+
+
+def _arithmetic_value(text: str) -> Fraction:
+    found = arithmetic(text)
+    if found is None:
+        raise ValueError(text)
+    return found[0]
+
+
+def wrong_gold(name: str, gold: str, metadata: Metadata) -> str:
+    """What the metadata say instead of the gold; "" when they agree or do not tell."""
+    try:
+        solved = _SOLVERS[name](metadata) if name in _SOLVERS else ""
+        number = metadata.get("number") if name == "prime_factorization" else None
+        if number is not None and math.prod(_factors(gold) or [0]) != int(number):
+            return f"a product of {number}"
+        return "" if not solved or CHECKS[name](solved, metadata)(gold) else solved
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return ""
+
+
+OPEN_GOLDS = frozenset(_names("countdown puzzle24 propositional_logic n_queens rubiks_cube"))
+"""Data sets whose answer is checked by its meaning: the row need not have a gold ("none")."""

@@ -1,0 +1,1 @@
+"""Verifier family `json`: JSON that a schema accepts."""

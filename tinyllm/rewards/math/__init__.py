@@ -1,0 +1,1 @@
+"""Verifier family `math`: answers compared by value."""

@@ -1,0 +1,183 @@
+"""Tokens of mathematical answers, LaTeX and plain, and the closed tables of what may stand in one."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from tinyllm.rewards.text.numbers import MAX_EXPONENT, digits_to_int
+
+MAX_CHARS = 4_000
+
+FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp sqrt abs floor ceil gcd lcm max min".split()
+)
+GREEK = frozenset(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
+    "phi varphi "
+    "chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell".split()
+)
+SKIPPED = frozenset(
+    "left right big Big bigg Bigg bigl bigr Bigl Bigr , ; : ! quad qquad displaystyle textstyle limits nolimits "
+    "medspace "
+    "thinspace".split()
+) | set(" \n()[]")
+TEXTS = frozenset("text mathrm textbf textrm textit mbox mathbf mathit operatorname textnormal mathsf".split())
+OPERATORS = {
+    "cdot": "*",
+    "times": "*",
+    "ast": "*",
+    "div": "/",
+    "pm": "+-",
+    "mp": "-+",
+    "le": "<=",
+    "leq": "<=",
+    "leqslant": "<=",
+    "ge": ">=",
+    "geq": ">=",
+    "geqslant": ">=",
+    "lt": "<",
+    "gt": ">",
+    "ne": "!=",
+    "neq": "!=",
+    "cup": "cup",
+    "in": "in",
+    "lor": "or",
+    "land": "and",
+    "lfloor": "lfloor",
+    "rfloor": "rfloor",
+    "lceil": "lceil",
+    "rceil": "rceil",
+    "vert": "|",
+    "lvert": "|",
+    "rvert": "|",
+    "mid": "|",
+    "circ": "degree",
+    "degree": "degree",
+    "colon": ":",
+    "{": "\\{",
+    "}": "\\}",
+    "%": "%",
+    "$": "$",
+    "lbrace": "\\{",
+    "rbrace": "\\}",
+    "lparen": "(",
+    "rparen": ")",
+    "lbrack": "[",
+    "rbrack": "]",
+    "prime": "'",
+}
+UNICODE = {
+    "\u2212": "-",
+    "\u00d7": "*",
+    "\u22c5": "*",
+    "\u00b7": "*",
+    "\u00f7": "/",
+    "\u00b1": "+-",
+    "\u2264": "<=",
+    "\u2265": ">=",
+    "\u2260": "!=",
+    "\u222a": "\\cup",
+    "\u2208": "\\in",
+    "\u00b0": "\\degree",
+    "\u221e": "\\infty",
+    "\u03c0": "\\pi",
+    "\u221a": "\\sqrt",
+    "\u2044": "/",
+    "\u03b1": "\\alpha",
+    "\u03b2": "\\beta",
+    "\u03b3": "\\gamma",
+    "\u03b8": "\\theta",
+    "\u03bb": "\\lambda",
+    "\u03c6": "\\phi",
+    "\u03c9": "\\omega",
+}
+_TOKEN = re.compile(
+    r"(?P<base>[0-9][0-9A-Fa-f]*_(?:\{[0-9]{1,2}\}|[0-9]))(?![0-9])"
+    r"|(?P<repeat>[0-9]*\.[0-9]*\\(?:overline|bar)\{[0-9]+\})"
+    r"|(?P<number>(?:[0-9]{1,3}(?:(?:\{,\}|\\,)[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?P<exp>[eE][+-]?[0-9]+(?![0-9]*[A-Za-z]))?"
+    r"|\\(?P<command>[A-Za-z]+|.)"
+    r"|(?P<word>[A-Za-z]+)"
+    r"|(?P<op><=|>=|!=|\*\*|[-+*/^_=<>(){}\[\]|,;:!%'&$])"
+    r"|(?P<space>[\s~]+)",
+    re.DOTALL,
+)
+
+
+class Unreadable(ValueError):
+    """The text is not an answer by the grammar, or is past a limit; the message says why."""
+
+
+Token = tuple[str, str]
+
+
+def tokenize(text: str) -> list[Token]:
+    """(kind, text) pairs; kinds: num, base, cmd, word, op, text, sp, begin, end. Raises Unreadable."""
+    if len(text) > MAX_CHARS:
+        raise Unreadable(f"longer than {MAX_CHARS} characters")
+    for char, plain in UNICODE.items():
+        text = text.replace(char, f" {plain} ")
+    tokens: list[Token] = []
+    at = 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise Unreadable(f"{text[at]!r} is not part of the grammar")
+        at = match.end()
+        command = match["command"]
+        if match["space"]:
+            tokens.append(("sp", " "))
+        elif match["base"]:
+            tokens.append(("base", match["base"]))
+        elif match["repeat"]:
+            tokens.append(("num", match["repeat"]))
+        elif match["number"]:
+            tokens.append(("num", match["number"] + (match["exp"] or "")))
+        elif match["word"]:
+            tokens.append(("word", match["word"]))
+        elif match["op"]:
+            tokens.append(("op", match["op"].replace("**", "^")))
+        elif command in TEXTS:
+            inside, at = _braced(text, at)
+            kind = "sp" if not inside.strip() else "cmd" if command == "operatorname" else "text"
+            tokens.append((kind, inside))
+        elif command in ("begin", "end"):
+            inside, at = _braced(text, at)
+            tokens.append((command, inside))
+        elif command == "\\":
+            tokens.append(("op", "row"))
+        elif command in OPERATORS:
+            tokens.append(("op", OPERATORS[command]))
+        elif command in SKIPPED:
+            tokens.append(("sp", " "))
+        else:
+            tokens.append(("cmd", command))
+    return tokens
+
+
+def _braced(text: str, at: int) -> tuple[str, int]:
+    while at < len(text) and text[at] == " ":
+        at += 1
+    end = text.find("}", at)
+    if at >= len(text) or text[at] != "{" or end < 0 or "{" in text[at + 1 : end]:
+        raise Unreadable("a text without its braces")
+    return text[at + 1 : end], end + 1
+
+
+def number(text: str) -> Fraction:
+    """The exact value of a decimal, its thousands marks taken out. Raises Unreadable past the exponent limit."""
+    text = text.replace("{,}", "").replace("\\,", "")
+    plain, _, repeated = text.replace("\\bar", "\\overline").partition("\\overline")
+    if repeated:
+        digits = repeated.strip("{}")
+        places = len(plain.partition(".")[2])
+        start = Fraction(digits_to_int(plain.replace(".", "") or "0"), 10**places)
+        return start + Fraction(digits_to_int(digits), (10 ** len(digits) - 1) * 10**places)
+    mantissa, _, exponent = text.lower().partition("e")
+    whole, _, part = mantissa.partition(".")
+    digits = exponent.lstrip("+-").lstrip("0") or "0"
+    if len(digits) > 4 or int(digits) > MAX_EXPONENT:
+        raise Unreadable("the exponent is too large")
+    shift = (-int(digits) if exponent.startswith("-") else int(digits)) - len(part)
+    value = digits_to_int(whole + part)
+    return Fraction(value * 10**shift) if shift >= 0 else Fraction(value, 10**-shift)

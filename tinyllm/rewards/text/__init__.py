@@ -1,0 +1,1 @@
+"""Verifier families that read plain text: format, arithmetic, instructions; where an answer stands in a text."""

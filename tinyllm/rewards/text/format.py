@@ -1,0 +1,82 @@
+"""Family "format": the answer stands where the task says, and (where there is a gold) it is the gold text.
+
+Equality is of the whole region: as numbers when the gold is one (numbers.py), else as text after NFC, white space made
+single and markup around the whole removed (`unwrap`). No substrings, no prefixes.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tinyllm.errors import DataError, RewardError
+from tinyllm.records import Verdict
+from tinyllm.rewards.base import Probe, Row, Verifier, correct, gold_text
+from tinyllm.rewards.text.extract import Region, unwrap
+from tinyllm.rewards.text.numbers import read_number, stated_number
+
+
+@dataclass(frozen=True)
+class FormatVerifier(Region, Verifier):
+    """Settings: those of Region, and the three below."""
+
+    family: ClassVar[str] = "format"
+    gold: str | None = "answer"
+    """Column of the gold text; empty = judge the format alone."""
+    choices: tuple[str, ...] = ()
+    """The only legal answers, for example A|B|C|D; parentheses around one are allowed."""
+    ignore_case: bool = False
+
+    def __post_init__(self) -> None:
+        Region.__post_init__(self)
+        if self.gold is None and self.rule in ("whole", "final"):
+            raise RewardError(f"format.rule = {self.rule!r} without a gold pays for any text; give format.gold")
+
+    def check(self, row: Row) -> None:
+        if self.gold is None:
+            return
+        self._gold(row)
+
+    def judge(self, row: Row, text: str) -> Verdict:
+        if self.gold is None:
+            found, _ = self.find(text)
+            return correct(found is not None, found)
+        gold = self._gold(row)
+        found, _ = self.find(text)
+        if found is None:
+            return correct(False, None)
+        number = read_number(gold)
+        if number is not None:
+            stated = stated_number(found) if self.rule == "final" else unwrap(found)
+            answer = None if stated is None else read_number(stated)
+            same = answer is not None and answer.value == number.value and answer.currency == number.currency
+            return correct(same, found.strip())
+        return correct(self._text(found) == gold, found.strip())
+
+    def explain(self, row: Row, text: str) -> str:
+        return self.find(text)[1]
+
+    def probes(self, row: Row) -> list[Probe]:
+        if self.gold is None:
+            return [Probe("format alone", self.write("x"), 1)]
+        gold = self._gold(row)
+        number = read_number(gold)
+        others = [choice for choice in self.choices if choice != gold]
+        wrong = str(number.value + 1) if number else others[0] if others else gold[::-1] + "x"
+        return [Probe("gold", self.write(gold), 1), Probe("another value", self.write(wrong), 0)]
+
+    def _gold(self, row: Row) -> str:
+        gold = gold_text(row, self.gold or "")
+        text = self._text(gold)
+        if not text:
+            raise DataError(f"gold {gold!r} is empty without its markup")
+        if self.choices and text not in (self._text(choice) for choice in self.choices):
+            raise DataError(f"gold {text!r} is none of the choices {', '.join(self.choices)}")
+        return text
+
+    def _text(self, text: str) -> str:
+        text = " ".join(unicodedata.normalize("NFC", unwrap(text)).split())
+        if self.choices and len(text) > 2 and text[0] == "(" and text[-1] == ")" and text[1:-1] in self.choices:
+            text = text[1:-1]
+        return text.casefold() if self.ignore_case else text

@@ -1,0 +1,309 @@
+"""write_html: runs in, one HTML file out."""
+
+from __future__ import annotations
+
+import functools
+import html
+import os
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from tinyllm.config.io import to_toml
+from tinyllm.errors import ConfigError, RunError
+from tinyllm.health.findings import findings, health_charts, selected, selection_rows, unscored_reasons
+from tinyllm.record.files import write_atomic, write_errors
+from tinyllm.record.rundir import RunDir
+from tinyllm.view.html.columns import (
+    MAX_TOKENS,
+    Blocks,
+    Rollouts,
+    pack,
+    packed,
+    read_rollouts,
+    recorded_steps,
+    replay_command,
+    token_texts,
+)
+from tinyllm.view.html.compare import comparison
+from tinyllm.view.html.curves import charts as curves
+from tinyllm.view.html.curves import score
+from tinyllm.view.html.sections import (
+    Block,
+    Section,
+    browser,
+    charts,
+    command,
+    heading,
+    notes,
+    table,
+    text,
+    tiles,
+)
+
+Mode = Literal["compare", "stages"]
+Columns = Sequence[Rollouts | None]
+
+
+def write_html(
+    path: str | Path,
+    runs: Sequence[RunDir],
+    title: str | None = None,
+    extra: Sequence[Section] = (),
+    *,
+    mode: Mode = "compare",
+    names: Sequence[str] | None = None,
+) -> Path:
+    """Write the report of runs as one HTML file and return its path.
+
+    mode "compare" draws the curves of all runs over one another (and compares two); "stages" shows them one after the
+    other, as the stages of one model's training. extra: sections to show first. names: of the runs, their folders' by
+    default. Raises RunError for a record that cannot be read, ConfigError when plotly is not installed.
+    """
+    assert runs, "a report needs a run"
+    library = _plotly()
+    names = list(names or _names(runs))
+    blocks = Blocks()
+    rollouts = [read_rollouts(run, MAX_TOKENS // len(runs)) for run in runs]
+    sections = [*extra, *_sections(runs, rollouts, names, mode)]
+    data = {
+        "title": title or " and ".join(names),
+        "runs": [
+            {
+                "name": name,
+                "path": str(run.path),
+                "replay": replay_command(run),
+                "rollouts": _pack(run, columns, blocks),
+            }
+            for run, columns, name in zip(runs, rollouts, names, strict=True)
+        ],
+        "sections": [{"title": section.title, "blocks": section.blocks} for section in sections],
+        "library": blocks.add_packed(library),
+    }
+    data_block = blocks.add_json(_finite(data))
+    page = _file("page.html")
+    parts = {
+        "TITLE": html.escape(str(data["title"])),
+        "STYLE": _file("style.css"),
+        "SCRIPT": "\n".join(_file(name) for name in ("app.js", "browser.js")),
+        "DATA": str(data_block),
+        # All before the script that starts the page: a browser that draws meanwhile reads long texts very slowly
+        "BLOCKS": "\n".join(blocks.html),
+    }
+    pieces = page.split("@@")  # text, name, text, name, ..., text: what is put in is never searched for names
+    whole = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    path = Path(path)
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise RunError(f"{path} is a folder; name a file for the report")
+        write_atomic(path, whole.encode())
+    return path
+
+
+@functools.cache
+def _plotly() -> str:
+    """The source of plotly.js, packed. Raises ConfigError."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ConfigError("report.html needs plotly, which is not installed; run: pip install plotly") from None
+    return packed(get_plotlyjs().encode())
+
+
+def _file(name: str) -> str:
+    return resources.files("tinyllm.view.html").joinpath(name).read_text(encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """The value with every NaN and infinity, which JSON does not have, as None."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def _names(runs: Sequence[RunDir]) -> list[str]:
+    """A short name for each run: as many of its last folders as tell it from the others."""
+    paths = [Path(os.path.abspath(run.path)) for run in runs]
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path.name} ({number})" for number, path in enumerate(paths, 1)]
+
+
+def _pack(run: RunDir, columns: Rollouts | None, blocks: Blocks) -> dict[str, Any] | None:
+    if columns is None:
+        return None
+    return pack(columns, blocks, token_texts(run, columns.token_ids), _axes(run))
+
+
+def _axes(run: RunDir) -> dict[str, Any]:
+    """What decides whether a token is clipped; empty for a run that clips nothing."""
+    if run.manifest.get("kind", "grpo") != "grpo":
+        return {}
+    from tinyllm.post.batch import objective_axes
+
+    axes = objective_axes(run.config)
+    return {name: axes[name] for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip")}
+
+
+# Sections
+
+
+def _sections(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str], mode: Mode) -> list[Section]:
+    sections = []
+    if mode == "stages" and len(runs) > 1:
+        sections.append(Section("Stages", _stages(runs, rollouts, names)))
+        for run, columns, name in zip(runs, rollouts, names, strict=True):
+            found = curves([run], [columns])
+            blocks = [_tiles(run), charts(found), *_health(run, columns, [], name)]
+            sections.append(Section(name, blocks))
+    else:
+        sections.append(Section("Overview", _overview(runs, rollouts, names)))
+        if len(runs) == 2:
+            sections.append(Section("Comparison", comparison(runs, rollouts, names)))
+    if any(columns is not None for columns in rollouts):
+        sections.append(Section("Rollouts", [browser()]))
+    if mode != "stages" or len(runs) == 1:
+        health: list[Block] = []
+        for run, columns, name in zip(runs, rollouts, names, strict=True):
+            health += [heading(name)] if len(runs) > 1 else []
+            health += _health(run, columns, health_charts(curves([run], [columns])), name)
+        sections.append(Section("Health", health))
+    sections.append(Section("Record", [block for pair in zip(runs, names, strict=True) for block in _record(*pair)]))
+    return sections
+
+
+def _overview(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str]) -> list[Block]:
+    blocks: list[Block] = []
+    for run, columns, name in zip(runs, rollouts, names, strict=True):
+        blocks += [heading(name)] if len(runs) > 1 else []
+        blocks.append(_tiles(run))
+        if len(runs) == 1 and (found := [f for f in findings(run, columns) if f["level"] != "ok"]):
+            blocks.append(notes(found))
+    return [*blocks, charts(curves(runs, rollouts)), *_before_after(runs, rollouts, names)]
+
+
+def _tiles(run: RunDir) -> Block:
+    """The run in a few figures."""
+    train, evals = run.metrics("train"), run.metrics("eval")
+    config = run.manifest["config"]
+    settings = {name: config.get(name) or {} for name in ("model", "data", "objective", "train")}
+    data = settings["data"]
+    source = data.get("file") or data.get("dataset") or data.get("task") or "?"
+    done = train[-1]["step"] if train else 0
+    kind = run.manifest.get("kind", "grpo")
+    items = [
+        ("model", Path(str(settings["model"].get("name", "?"))).name, f"on {Path(str(source)).name}"),
+        (kind.upper(), f"{done} steps", f"of {settings['train'].get('steps', '?')}, seed {config.get('seed', '?')}"),
+    ]
+    if preset := settings["objective"].get("preset"):
+        items[1] = (f"{kind.upper()}, preset {preset}", items[1][1], items[1][2])
+    scored = [(row, values) for row in evals if (values := score(row))]
+    if scored:
+        (_, before), (last, after) = scored[0], scored[-1]
+        what = "accuracy" if last.get("correct") is not None else "reward"
+        value = f"{before[0]:.2f} → {after[0]:.2f}" if len(scored) > 1 else f"{after[0]:.2f}"
+        band = f"95% interval {after[1]:.2f} to {after[2]:.2f}, " if what == "accuracy" else ""
+        items.append((f"held-out {what}", value, f"{band}n = {last['prompts']}, step {last['step']}"))
+    elif losses := [row for row in evals if isinstance(row.get("loss"), (int, float))]:
+        items.append(("held-out loss", f"{losses[0]['loss']:.3f} → {losses[-1]['loss']:.3f}", "first and last"))
+    if seconds := sum(row.get("step_s") or 0 for row in run.timings()):
+        tokens = sum(row.get("sampled_tokens") or 0 for row in run.timings())
+        speed = f"{tokens / seconds:,.0f} sampled tokens per second" if tokens else ""
+        items.append(("time in steps", _duration(seconds), speed))
+    return tiles(items)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+
+
+def _before_after(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str], count: int = 4) -> list[Block]:
+    """Completions of prompts that were sampled early and again late; none of runs whose completions are given."""
+    blocks: list[Block] = []
+    for run, columns, name in zip(runs, rollouts, names, strict=True):
+        if columns is None or run.manifest.get("kind", "grpo") != "grpo":
+            continue
+        seen: dict[str, list[int]] = {}
+        for group, prompt in enumerate(columns.texts["prompt_id"]):
+            seen.setdefault(str(prompt), []).append(group)
+        wide = {p: (groups[0], groups[-1]) for p, groups in seen.items() if len(groups) > 1}
+        step = columns.group_step
+        chosen = sorted(wide.values(), key=lambda pair: int(step[pair[0]]) - int(step[pair[1]]))[:count]
+        chosen = [(first, last) for first, last in chosen if step[first] < step[last]]
+        if chosen:
+            first_row = {int(group): row for row, group in reversed(list(enumerate(columns.group.tolist())))}
+            rows = [
+                [columns.questions[first], *(_sample(columns, first_row[group]) for group in (first, last))]
+                for first, last in chosen
+            ]
+            blocks += [
+                heading("The same prompt early and late" + (f": {name}" if len(names) > 1 else ""), "first sample"),
+                table(["prompt", "early", "late"], rows, wide=True),
+            ]
+    return blocks
+
+
+def _sample(columns: Rollouts, row: int) -> str:
+    reward = columns.reward[row]
+    verdict = f"reward {reward:g}" if reward == reward else f"unscored: {columns.texts['reason'][row]}"
+    return f"[step {columns.step[row]}, {verdict}]\n{columns.texts['completion'][row]}"
+
+
+def _health(run: RunDir, columns: Rollouts | None, drawn: Sequence[dict[str, Any]], name: str) -> list[Block]:
+    found = findings(run, columns)
+    for finding in found:
+        if "filter" in finding:
+            finding["filter"]["run"] = name
+    blocks = [notes(found) if found else text("Nothing was recorded that tells of the run's health.")]
+    if reasons := unscored_reasons(run.metrics("train")):
+        blocks += [heading("Unscored completions"), table(["reason", "count", "first step", "last step"], reasons)]
+    if selection := selected(run):
+        head = ["by", "from", "to", "requested", "finished", "trained", "dropped"]
+        note = "Completions, by quarters of the groups: what was asked of the pool, and what became of it."
+        blocks += [heading("Selection", note), table(head, selection_rows(selection))]
+    return [*blocks, charts(drawn)] if drawn else blocks
+
+
+def _stages(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str]) -> list[Block]:
+    rows: list[list[str]] = []
+    for run, name in zip(runs, names, strict=True):
+        kind = run.manifest.get("kind", "grpo").upper()
+        for row in run.metrics("eval"):
+            values = score(row)
+            cells = [f"{values[0]:.3f} [{values[1]:.3f}, {values[2]:.3f}]" if values else "-"]
+            cells.append(f"{row['loss']:.4f}" if isinstance(row.get("loss"), (int, float)) else "-")
+            cells.append(f"{row['kl']:.4f}" if isinstance(row.get("kl"), (int, float)) else "-")
+            rows.append([name, kind, str(row["step"]), *cells])
+    blocks: list[Block] = [heading("Held-out evaluations, stage after stage")]
+    blocks.append(
+        table(["stage", "kind", "step", "score, 95% interval", "loss", "KL"], rows) if rows else text("None was made.")
+    )
+    return [*blocks, *_before_after(runs, rollouts, names)]
+
+
+def _record(run: RunDir, name: str) -> list[Block]:
+    """Where every number comes from, and how to compute it again."""
+    manifest = run.manifest
+    instance = manifest.get("instance", {})
+    facts = [["run directory", str(run.path)], ["kind", manifest.get("kind", "grpo")]]
+    facts += [["made", f"{instance.get('created', '?')} on {instance.get('host', '?')}"]]
+    facts += [["command", " ".join(map(str, instance.get("command", [])))]]
+    steps = recorded_steps(run)
+    facts += [["steps recorded", f"{steps[0]} to {steps[-1]}" if steps else "none"]]
+    facts += [["checkpoints", ", ".join(map(str, run.checkpoints.steps())) or "none"]]
+    machine = manifest.get("machine", {})
+    facts += [["machine", f"{machine.get('processor', '?')}, {machine.get('threads', '?')} threads"]]
+    facts += [[f"hash of {key}", value] for key, value in manifest.get("hashes", {}).items() if isinstance(value, str)]
+    facts += [[key, value] for key, value in manifest.get("versions", {}).items() if value]
+    blocks = [heading(name), table(["", "record"], facts)]
+    if steps:
+        blocks += [heading("Compute it again", "every hash must be equal")]
+        blocks.append(command(f"{replay_command(run)} {steps[0]}:{steps[-1]}"))
+    return [*blocks, heading("Options that differ from the defaults"), text(to_toml(run.config, sparse=True) or "none")]

@@ -1,0 +1,72 @@
+"""Send a run's metrics to TensorBoard, Weights & Biases or trackio as well. Needs the extra: tinyllm[track]."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tinyllm.callbacks import Callback, RunInfo, RunResult
+from tinyllm.config.io import to_dict
+from tinyllm.errors import ConfigError
+from tinyllm.records import Group
+from tinyllm.stats import held_out_score
+
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+Send = Callable[[dict[str, float], int], None]
+
+
+def make_trackers(names: Sequence[str]) -> list[Callback]:
+    """One callback per name. Raises ConfigError when a package is missing."""
+    return [Tracker(name) for name in names]
+
+
+class Tracker(Callback):
+    """Numbers of every step and evaluation, under train/, eval/ and timing/."""
+
+    def __init__(self, name: str):
+        try:
+            self.module = importlib.import_module(MODULES[name])
+        except ImportError as error:
+            raise ConfigError(
+                f"run.trackers = {name}: {error.name or name} is not installed; pip install 'tinyllm[track]'"
+            ) from None
+        self.name = name
+        self.send: Send | None = None
+        self.close: Callable[[], None] = lambda: None
+
+    def on_start(self, info: RunInfo) -> None:
+        config = to_dict(info.config)
+        if self.name == "tensorboard":
+            writer = self.module.SummaryWriter(str(info.path / "tensorboard"))
+
+            def send(values: dict[str, float], step: int) -> None:
+                for key, value in values.items():
+                    writer.add_scalar(key, value, step)
+
+            self.send, self.close = send, writer.close
+        else:
+            run = self.module.init(project="tinyllm", name=info.path.name, config=config)
+            self.send, self.close = lambda values, step: run.log(values, step=step), run.finish
+
+    def on_step(self, metrics: Mapping[str, Any], timing: Mapping[str, Any], groups: Sequence[Group]) -> None:
+        assert self.send is not None
+        self.send(numbers_of("train", metrics) | numbers_of("timing", timing), metrics["step"])
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        assert self.send is not None
+        score = held_out_score(row)
+        name = "eval/accuracy" if row.get("correct") is not None else "eval/reward"
+        self.send(numbers_of("eval", row) | ({name: score[0]} if score else {}), row["step"])
+
+    def on_end(self, result: RunResult | None) -> None:
+        self.close()
+
+
+def numbers_of(prefix: str, row: Mapping[str, Any]) -> dict[str, float]:
+    """Only what can be plotted, under prefix/key."""
+    return {
+        f"{prefix}/{key}": float(value)
+        for key, value in row.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and key != "step"
+    }
