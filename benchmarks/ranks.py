@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tinyllm.config.io import make_config
 from tinyllm.distributed.fsdp import shard
-from tinyllm.distributed.ranks import SOLO, Ranks, here
+from tinyllm.distributed.ranks import SOLO, Ranks, current_ranks
 from tinyllm.engine.head import score
 from tinyllm.engine.policy import Policy
 from tinyllm.errors import ConfigError
@@ -45,8 +45,8 @@ def main() -> None:
     options.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.child:
-        runs = [train(here(), arguments, *setting) for setting in SETTINGS]
-        if here().leads:
+        runs = [train(current_ranks(), arguments, *setting) for setting in SETTINGS]
+        if current_ranks().is_main:
             torch.save(runs, arguments.child)
         return
     if arguments.ranks < 2 or arguments.steps < 1:

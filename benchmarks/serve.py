@@ -35,7 +35,7 @@ from vllm_server import free_port
 
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import seed_key
-from tinyllm.engine.scheduler import Job, Sampled, Scheduler
+from tinyllm.engine.scheduler import Sampled, SampleRequest, Scheduler
 from tinyllm.errors import ConfigError, EngineError
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory
@@ -129,7 +129,7 @@ def run_engine(scheduler: Scheduler, jobs: Jobs) -> tuple[list[list[int]], float
     begin = time.perf_counter()
     for i, (prompt, key) in enumerate(zip(jobs.prompts, jobs.keys, strict=True)):
         params = SamplingParams(max_new_tokens=jobs.tokens)
-        scheduler.submit(Job(str(i), prompt, params, (key,), partial(found.__setitem__, i)))
+        scheduler.submit(SampleRequest(str(i), prompt, params, (key,), partial(found.__setitem__, i)))
     while scheduler.step():
         pass
     seconds = time.perf_counter() - begin

@@ -20,7 +20,7 @@ from tinyllm.rewards import build, verify
 from tinyllm.rewards.base import Verifier
 from tinyllm.rewards.code import sandbox
 from tinyllm.rewards.combine import pool_verdicts
-from tinyllm.rewards.pool import Pool
+from tinyllm.rewards.pool import VerifierPool
 
 ROUNDS = 3
 ARITHMETIC = {"prompt": "What is 12 + 17?", "answer": "29"}
@@ -66,7 +66,7 @@ def in_process(spec: str) -> Callable[[], int]:
     return work
 
 
-def in_pool(pool: Pool, verifier: Verifier, rows: Sequence[dict], texts: Sequence[str]) -> Callable[[], int]:
+def in_pool(pool: VerifierPool, verifier: Verifier, rows: Sequence[dict], texts: Sequence[str]) -> Callable[[], int]:
     """Verdicts of a verifier that runs in worker processes."""
 
     def work() -> int:
@@ -87,7 +87,7 @@ def main() -> None:
     print(f"sandbox: {sandbox.describe()}")
     for spec in ("arithmetic:rule=last_number", "arithmetic:rule=tag", "format:rule=exact_format", "format:rule=tag"):
         print(f"{spec:32} {rate(in_process(spec), seconds):10,.0f} verdicts/s, one process")
-    pool = Pool(workers)
+    pool = VerifierPool(workers)
     try:
         rows = [{"prompt": "", "answer": gold} for gold, _ in MATH] * 10
         math = in_pool(pool, build("math"), rows, [text for _, text in MATH] * 10)

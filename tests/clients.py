@@ -5,11 +5,11 @@ from __future__ import annotations
 from scripted import STOP, VOCABULARY, scripted
 
 from tinyllm.engine.remote.client import HTTPRolloutClient
-from tinyllm.engine.remote.http import Patience
+from tinyllm.engine.remote.http import RetryPolicy
 from tinyllm.records import Prompt, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=6, n=2, stop_token_ids=(STOP,), seed=3, step=5)
-QUICK = Patience(attempts=3, deadline_s=20.0, pause_s=0.002)
+QUICK = RetryPolicy(attempts=3, deadline_s=20.0, pause_s=0.002)
 
 
 def connect(*servers, patience=QUICK, **options):

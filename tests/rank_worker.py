@@ -18,7 +18,7 @@ from tiny import EOS, gpt2, group, llama
 from tinyllm.config.io import make_config
 from tinyllm.config.sections import DPOConfig, SFTConfig
 from tinyllm.distributed.fsdp import local, shard
-from tinyllm.distributed.ranks import Ranks, here
+from tinyllm.distributed.ranks import Ranks, current_ranks
 from tinyllm.engine.head import pack_targets, score
 from tinyllm.engine.policy import Policy
 from tinyllm.errors import TinyLLMError
@@ -106,7 +106,7 @@ def updates(ranks: Ranks) -> dict[str, Any]:
 def records_pass(ranks: Ranks) -> None:
     """gather, lead and share, with failures that all ranks learn of."""
     assert ranks.gather(ranks.rank * 10) == [10 * r for r in range(ranks.count)]
-    assert ranks.lead(lambda: ranks.rank + 7) == 7
+    assert ranks.on_main(lambda: ranks.rank + 7) == 7
     seen: list[int] = []
 
     def square(items: Any) -> list[int]:
@@ -121,7 +121,7 @@ def records_pass(ranks: Ranks) -> None:
             raise TinyLLMError(f"item 1 on rank {ranks.rank}")
         return list(items)
 
-    for work in (lambda: ranks.share(range(4), fails), lambda: ranks.lead(lambda: fails([1, ranks.rank]))):
+    for work in (lambda: ranks.share(range(4), fails), lambda: ranks.on_main(lambda: fails([1, ranks.rank]))):
         try:
             work()
         except TinyLLMError as error:
@@ -152,7 +152,7 @@ def shards_are_saved(ranks: Ranks, folder: Path) -> None:
     for p in optimizer.parameters.values():
         p.grad = torch.ones_like(p)
     optimizer.step(0.1, optimizer.gradient_norm())
-    ranks.lead(lambda: folder.mkdir())
+    ranks.on_main(lambda: folder.mkdir())
     write_shards(folder, optimizer.tensors())
     ranks.gather(None)
     saved = read_shards(folder)
@@ -179,11 +179,11 @@ def commands(ranks: Ranks, file: Path) -> None:
 if __name__ == "__main__":
     what, path = sys.argv[1], Path(sys.argv[2])
     if what == "commands":
-        commands(here(), path)
+        commands(current_ranks(), path)
     else:
-        records_pass(here())
-        gradients_are_summed(here())
-        shards_are_saved(here(), path.with_suffix(".shards"))
-        found = updates(here())
-        if here().leads:
+        records_pass(current_ranks())
+        gradients_are_summed(current_ranks())
+        shards_are_saved(current_ranks(), path.with_suffix(".shards"))
+        found = updates(current_ranks())
+        if current_ranks().is_main:
             torch.save(found, path)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import seed_key
-from tinyllm.engine.scheduler import Job, Sampled, Scheduler
+from tinyllm.engine.scheduler import Sampled, SampleRequest, Scheduler
 from tinyllm.model.models import content_hash
 from tinyllm.records import Revision, SamplingParams
 from tinyllm.serve.app import Service, Settings
@@ -149,7 +149,7 @@ def sample_alone(made: Any, ids: Any, params: SamplingParams, keys: Any) -> list
     """What the scheduler gives a job that runs alone in it."""
     scheduler = Scheduler(Policy(made.requires_grad_(False)), tokenizer(), max_batch=8)
     done: list[Sampled] = []
-    scheduler.submit(Job("only", tuple(ids), params, tuple(keys), done.append))
+    scheduler.submit(SampleRequest("only", tuple(ids), params, tuple(keys), done.append))
     while scheduler.step():
         pass
     return sorted(done, key=lambda sampled: sampled.sample)

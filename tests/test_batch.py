@@ -10,13 +10,13 @@ from tiny import EOS, group
 
 from tinyllm.config.io import make_config
 from tinyllm.engine.packing import Trie
-from tinyllm.post.batch import Batch, Rules, has_signal, make_batch
+from tinyllm.post.batch import Batch, BatchRules, has_signal, make_batch
 
 SMALL = {"sampling": {"max_new_tokens": 10}, "optimizer": {"name": "sgd"}}
 
 
-def rules(**options) -> Rules:
-    return Rules.of(make_config(**{**SMALL, **options}))
+def rules(**options) -> BatchRules:
+    return BatchRules.of(make_config(**{**SMALL, **options}))
 
 
 def in_microbatches(batch: Batch) -> list[int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from scripted import STOP, Reply, logprobs, scripted
 
-from tinyllm.engine.remote.canary import TOLERANCES, Canary, Sung
+from tinyllm.engine.remote.canary import TOLERANCES, Canary, CanaryOutput
 from tinyllm.engine.remote.client import HTTPRolloutClient
-from tinyllm.engine.remote.dialects import Bad
+from tinyllm.engine.remote.dialects import InvalidResponse
 from tinyllm.engine.remote.http import run
 
 PROMPT = (3, 5, 7)
@@ -28,7 +28,7 @@ def heard(server, trainer, canary=None):
     """(canary, server as the client sees it, its answer)."""
     known = HTTPRolloutClient.connect([server.url]).servers.all[0]
     canary = canary or Canary(PROMPT, trainer.score, TOLERANCE)
-    return canary, known, run(lambda http: canary.listen(http, known, 10.0))
+    return canary, known, run(lambda http: canary.sample_canary(http, known, 10.0))
 
 
 @pytest.mark.parametrize("kind", ["tinyllm", "vllm", "sglang"])
@@ -44,7 +44,9 @@ def test_the_trainers_weights_pass_and_others_do_not(kind):
         if passes:
             assert judge.judge(known, sung) == pytest.approx(shift)
         else:
-            with pytest.raises(Bad, match="differ from the trainer's by up to 0.0002, more than the 0.0001"):
+            with pytest.raises(
+                InvalidResponse, match="differ from the trainer's by up to 0.0002, more than the 0.0001"
+            ):
                 judge.judge(known, sung)
 
 
@@ -55,7 +57,7 @@ def test_an_update_that_was_lost_is_caught_though_it_is_smaller_than_the_toleran
         canary.judge(known, before)
         trainer.shift = TOLERANCE / 2  # the trainer moved, the server says it did
         _, _, after = heard(server, trainer, canary)
-        with pytest.raises(Bad, match="still answers as before the update, to the last bit"):
+        with pytest.raises(InvalidResponse, match="still answers as before the update, to the last bit"):
             canary.judge(known, after)
         server.shift = TOLERANCE / 2
         _, _, taken = heard(server, trainer, canary)
@@ -70,19 +72,19 @@ def test_weights_that_did_not_move_need_no_other_answer():
 
 
 def test_one_wrong_token_is_enough():
-    sung = Sung(tuple(range(1, 17)), tuple(logprobs(PROMPT, range(1, 17), 0.0)))
-    off = Sung(sung.token_ids, (*sung.logprobs[:-1], sung.logprobs[-1] - 0.01))
+    sung = CanaryOutput(tuple(range(1, 17)), tuple(logprobs(PROMPT, range(1, 17), 0.0)))
+    off = CanaryOutput(sung.token_ids, (*sung.logprobs[:-1], sung.logprobs[-1] - 0.01))
     with scripted() as server:
         known = HTTPRolloutClient.connect([server.url]).servers.all[0]
-    with pytest.raises(Bad, match="by up to 0.01,"):
+    with pytest.raises(InvalidResponse, match="by up to 0.01,"):
         Canary(PROMPT, Trainer().score, TOLERANCE).judge(known, off)
 
 
 def test_a_trainer_without_numbers_proves_nothing():
     with scripted() as server:
         known = HTTPRolloutClient.connect([server.url]).servers.all[0]
-    sung = Sung((1, 2, 3), tuple(logprobs(PROMPT, (1, 2, 3), 0.0)))
-    with pytest.raises(Bad, match="by up to nan"):
+    sung = CanaryOutput((1, 2, 3), tuple(logprobs(PROMPT, (1, 2, 3), 0.0)))
+    with pytest.raises(InvalidResponse, match="by up to nan"):
         Canary(PROMPT, lambda prompt, ids: (sung.logprobs[0], float("nan"), sung.logprobs[2]), TOLERANCE).judge(
             known, sung
         )
@@ -97,13 +99,13 @@ def test_a_bad_answer_is_no_proof():
         for script, kind in ((nan, "bad log-probability"), (Reply(raw=b"<html>"), "not JSON")):
             server.script = lambda *_, script=script: script
             with pytest.raises(Exception, match=kind):
-                run(lambda http: canary.listen(http, known, 10.0))
+                run(lambda http: canary.sample_canary(http, known, 10.0))
 
 
 def test_a_canary_of_another_revision_is_no_proof():
     with scripted(version="4:old") as server:
         canary, known, _ = heard(server, Trainer())
         known.label = "5:new"
-        with pytest.raises(Bad, match="sampled by '4:old', published was '5:new'"):
-            run(lambda http: canary.listen(http, known, 10.0))
+        with pytest.raises(InvalidResponse, match="sampled by '4:old', published was '5:new'"):
+            run(lambda http: canary.sample_canary(http, known, 10.0))
     assert STOP == 0

@@ -14,7 +14,7 @@ from ol.capstone import check_capstone
 from ol.cli import main as ol
 from tinyllm.capstone import outcome, stages
 from tinyllm.capstone.rows import HELD_OUT, VERIFIER, shifted_rows, worked, write_rows
-from tinyllm.capstone.stages import Plan
+from tinyllm.capstone.stages import CapstonePlan
 from tinyllm.commands.capstone import capstone
 from tinyllm.errors import RunError, TinyLLMError
 from tinyllm.record.files import read_json, write_json
@@ -102,9 +102,9 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-def small(folder: Path) -> Plan:
+def small(folder: Path) -> CapstonePlan:
     sizes = {"examples": 20, "prompts": 40, "shifted": 5, "epochs": 1, "pair_steps": 5, "grpo_steps": 2, "monitored": 5}
-    return Plan(model=str(folder / "model"), threads=1, prompts_per_step=4, group_size=4, grpo_lr=0.01, **sizes)
+    return CapstonePlan(model=str(folder / "model"), threads=1, prompts_per_step=4, group_size=4, grpo_lr=0.01, **sizes)
 
 
 def test_stages_start_from_each_others_weights_and_the_record_agrees(made, capsys):

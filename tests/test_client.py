@@ -15,7 +15,7 @@ from tiny import tokenizer
 
 from tinyllm.engine.remote.capabilities import AFTER_TEMPERATURE, RAW
 from tinyllm.engine.remote.client import HTTPRolloutClient, parse_label
-from tinyllm.engine.remote.http import Patience
+from tinyllm.engine.remote.http import RetryPolicy
 from tinyllm.engine.sampling import seed_key
 from tinyllm.errors import EngineError
 from tinyllm.post.grpo import collect_groups
@@ -174,7 +174,7 @@ def test_a_bad_answer_is_a_failed_completion_with_its_reason():
     params = SamplingParams(max_new_tokens=6, n=2, seed=1)  # no stop tokens: every completion has 6 tokens
     stopping = SamplingParams(max_new_tokens=6, n=2, seed=1, stop_token_ids=(STOP,))
     with scripted() as server:
-        client = connect(server, patience=Patience(1, 5.0))
+        client = connect(server, patience=RetryPolicy(1, 5.0))
         for name, (act, kind) in BAD.items():
             failed = Counter(client.accounting.failed)
             bad_key = seed_key(1, 0, "p0", 0, 1)

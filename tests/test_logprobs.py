@@ -13,7 +13,7 @@ from tinyllm.engine.engine import Engine
 from tinyllm.engine.head import HEAD_ROWS, pack_targets, score
 from tinyllm.engine.policy import Policy
 from tinyllm.model import models
-from tinyllm.post.batch import Rules, make_batch
+from tinyllm.post.batch import BatchRules, make_batch
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.update import Updater, model_scorer
 from tinyllm.records import Prompt
@@ -187,7 +187,7 @@ def test_the_objective_trains_every_token_and_no_filler():
     """Case C1 through the whole hop: completions of 2 and 6 tokens, pad = end of text; 8 tokens, not 6 and not 12."""
     policy = Policy(llama())
     chosen = make_config(optimizer={"name": "sgd", "lr": 1.0, "clip_norm": 0.0}, objective={"aggregate": "token"})
-    batch = make_batch([group("a", [1, 0], ids=[(2, EOS), (2, 3, 4, 2, 3, EOS)])], Rules.of(chosen))
+    batch = make_batch([group("a", [1, 0], ids=[(2, EOS), (2, 3, 4, 2, 3, EOS)])], BatchRules.of(chosen))
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
     result = Updater(policy, Optimizer(policy.model.named_parameters(), chosen.optimizer), chosen)(batch, lr=1.0)
     assert result.stats.tokens == 8 and batch.denominator == 8

@@ -26,7 +26,7 @@ from tinyllm.plan.cost import (
 )
 from tinyllm.plan.rates import Rate, Rates, differences, make_job, measure
 from tinyllm.plan.room import Spec, engine_room, fits, rooms, trainer_room
-from tinyllm.plan.work import Job, Layout
+from tinyllm.plan.work import Layout, Workload
 from tinyllm.record.files import read_json, write_json
 from tinyllm.record.manifest import build_manifest
 from tinyllm.record.rundir import RunDir
@@ -73,9 +73,9 @@ def shape():
     return model_shape(llama().config)
 
 
-def job(shape: ModelShape, **changes) -> Job:
+def job(shape: ModelShape, **changes) -> Workload:
     """2 groups of 4 completions of 6 tokens on prompts of 10, fp32 AdamW, half of it trained."""
-    plain = Job(
+    plain = Workload(
         shape=shape,
         dtype="float32",
         element_bytes=4,

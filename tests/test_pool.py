@@ -66,8 +66,8 @@ def pools(monkeypatch, ray):
 
 def pids(pool, kind=None):
     """Processes of a pool's workers that are known by now."""
-    seats = [s for stage in pool.driver.stages for s in stage.seats if kind in (None, s.staff.name)]
-    known = [s.worker._identity for s in seats if hasattr(s.worker, "_identity")]
+    slots = [s for stage in pool.driver.stages for s in stage.slots if kind in (None, s.workers.name)]
+    known = [s.worker._identity for s in slots if hasattr(s.worker, "_identity")]
     return [identity.result()[1] for identity in known if identity.done() and not identity.exception()]
 
 

@@ -14,8 +14,8 @@ from tinyllm.commands import cli
 from tinyllm.errors import ConfigError, EngineError, ModelError
 from tinyllm.pool.driver import Driver
 from tinyllm.pool.judging import Judge, OneAtATime, without_verdict
-from tinyllm.pool.state import Work
-from tinyllm.pool.workers import Staff, ThreadWorker, WorkerDied
+from tinyllm.pool.state import GroupRequest
+from tinyllm.pool.workers import ThreadWorker, WorkerDied, WorkerGroup
 from tinyllm.post import run as runs
 from tinyllm.records import Prompt, Revision, Verdict
 from tinyllm.rewards.functions import Logged
@@ -56,8 +56,10 @@ class PlayedPool:
         judge = Judge(lambda prompts, completions, step: [Verdict(1.0)] * len(completions))
         verifier = verifier or (lambda worker, method, arguments: judge.work(*arguments))
         self.driver = Driver(
-            Staff("engine", engines, lambda: Played(self.engines, engine), capacity, deadline_s, takes_weights=True),
-            Staff("verifier", verifiers, lambda: Played(self.verifiers, verifier), 1, deadline_s),
+            WorkerGroup(
+                "engine", engines, lambda: Played(self.engines, engine), capacity, deadline_s, takes_weights=True
+            ),
+            WorkerGroup("verifier", verifiers, lambda: Played(self.verifiers, verifier), 1, deadline_s),
             without_verdict,
             self._done,
             self._failed,
@@ -77,7 +79,7 @@ class PlayedPool:
 
     def run(self, count):
         """Submits so many groups and waits until all have come out, once each."""
-        self.driver.submit(works(count))
+        self.driver.submit(requests(count))
         with self.came:
             assert self.came.wait_for(lambda: len(self.done) >= count or self.errors, WAIT_S)
         assert not self.errors, self.errors
@@ -105,8 +107,11 @@ def played():
         assert all(worker.killed for worker in pool.engines + pool.verifiers)
 
 
-def works(count, step=1):
-    return [Work(step, i, Prompt(f"p{i}", (5, 6, 7 + i), str(i)), tiny.sampling(n=2, step=step)) for i in range(count)]
+def requests(count, step=1):
+    return [
+        GroupRequest(step, i, Prompt(f"p{i}", (5, 6, 7 + i), str(i)), tiny.sampling(n=2, step=step))
+        for i in range(count)
+    ]
 
 
 def sampled(work):
@@ -134,7 +139,7 @@ def test_groups_go_through_and_weights_come_first(played):
     pool = played(play)
     assert all(rewards_of(done) == [1.0, 1.0] for done in pool.run(3))
     pool.driver.publish(Revision(1, "b"), "others")
-    pool.driver.submit(works(1, step=2))
+    pool.driver.submit(requests(1, step=2))
     with pool.came:
         assert pool.came.wait_for(lambda: len(pool.done) == 4, WAIT_S)
     published = [what for method, what in seen if method == "publish"]
@@ -184,8 +189,8 @@ def test_a_hung_worker_is_replaced_and_its_late_answer_dropped(played):
     pool.run(3)
     first = pool.engines[0]
     assert first.killed and len(first.open) == 1
-    first.open[0].set_result([(0, sampled(works(1)[0])), (1, sampled(works(2)[1]))])
-    pool.driver.submit(works(1, step=2))
+    first.open[0].set_result([(0, sampled(requests(1)[0])), (1, sampled(requests(2)[1]))])
+    pool.driver.submit(requests(1, step=2))
     with pool.came:
         assert pool.came.wait_for(lambda: len(pool.done) == 4, WAIT_S)
     assert [done.work.step for done in pool.done].count(1) == 3
@@ -222,7 +227,7 @@ def test_a_group_that_nobody_can_verify_is_unscored_with_the_reason(played):
 def test_answers_for_groups_that_were_not_asked_are_dropped(played):
     def play(worker, method, arguments):
         answer = engine(worker, method, arguments)
-        return answer and [*answer, *answer, (10_000, sampled(works(1)[0]))]
+        return answer and [*answer, *answer, (10_000, sampled(requests(1)[0]))]
 
     played(play).run(3)
 
@@ -232,7 +237,7 @@ def test_an_error_of_a_worker_stops_the_run(played):
         return EngineError("the model's logits are not finite") if method == "work" else None
 
     pool = played(play)
-    pool.driver.submit(works(1))
+    pool.driver.submit(requests(1))
     assert "not finite" in str(pool.error())
 
 
@@ -258,7 +263,7 @@ def test_a_thread_verifies_while_the_trainer_evaluates():
     verify = OneAtATime(Verify())
     worker = ThreadWorker(lambda: Judge(verify))
     worker.call("start").result(WAIT_S)
-    work = works(1, step=4)[0]
+    work = requests(1, step=4)[0]
     ((name, judged),) = worker.call("work", [(7, (work, sampled(work)))], 0.1).result(WAIT_S)
     assert name == 7 and [r.reward for r in judged.group.rollouts] == [4.0, 4.0]
     assert judged.logged.extras == {"who": ["p0", "p0"]} and judged.samples == (0, 1)
@@ -269,7 +274,7 @@ def test_what_a_verifier_raises_is_the_reason_of_its_group():
     def verify(prompts, completions, step):
         raise ValueError("no such row")
 
-    ((_, judged),) = Judge(verify).work([(0, (works(1)[0], sampled(works(1)[0])))], 0.1)
+    ((_, judged),) = Judge(verify).work([(0, (requests(1)[0], sampled(requests(1)[0])))], 0.1)
     assert {r.verdict.reason for r in judged.group.rollouts} == {"verifier raised ValueError: no such row"}
 
 

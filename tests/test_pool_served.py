@@ -10,13 +10,13 @@ import pytest
 from clients import PARAMS, QUICK, connect, prompts
 from scripted import Reply, scripted
 
-from tinyllm.engine.remote.http import Patience
+from tinyllm.engine.remote.http import RetryPolicy
 from tinyllm.errors import EngineError
 from tinyllm.pool.driver import Driver
 from tinyllm.pool.judging import Judge, without_verdict
 from tinyllm.pool.served_workers import Loop, ServedWorker
-from tinyllm.pool.state import Work
-from tinyllm.pool.workers import Staff, ThreadWorker
+from tinyllm.pool.state import GroupRequest
+from tinyllm.pool.workers import ThreadWorker, WorkerGroup
 from tinyllm.records import Revision, RevisionSpan, Verdict
 
 WAIT_S = 300.0
@@ -34,8 +34,8 @@ class ServedPool:
             server.confirm(OLD, str(OLD))
         judge = Judge(lambda prompts, completions, step: [Verdict(1.0)] * len(completions))
         self.driver = Driver(
-            Staff("servers", 1, lambda: ServedWorker(client, self.loop), groups),
-            Staff("verifier", 1, lambda: ThreadWorker(lambda: judge), 1),
+            WorkerGroup("servers", 1, lambda: ServedWorker(client, self.loop), groups),
+            WorkerGroup("verifier", 1, lambda: ThreadWorker(lambda: judge), 1),
             without_verdict,
             lambda done: self._put(self.done, done),
             lambda error: self._put(self.errors, error),
@@ -48,7 +48,7 @@ class ServedPool:
             self.came.notify_all()
 
     def submit(self, count):
-        self.driver.submit([Work(5, i, prompt, PARAMS) for i, prompt in enumerate(prompts(count))])
+        self.driver.submit([GroupRequest(5, i, prompt, PARAMS) for i, prompt in enumerate(prompts(count))])
 
     def completions(self, count):
         """Of so many groups, by prompt."""
@@ -228,7 +228,7 @@ def test_a_network_that_is_cut_does_not_hold_the_run_up(mode):
     """Case L5: connections closed, or open and silent; the other server does the work, or the reason is recorded."""
     with scripted("tinyllm", version=str(OLD)) as near, scripted("tinyllm", version=str(OLD)) as far:
         proxy = Proxy(far.server_port)
-        patience = Patience(attempts=3, deadline_s=16.0, pause_s=0.01)
+        patience = RetryPolicy(attempts=3, deadline_s=16.0, pause_s=0.01)
         try:
             with pool_on(near, Behind(far, proxy), patience=patience) as pool:
                 far.script = lambda number, body, server: proxy.cut(mode) if number == 2 else None

@@ -16,7 +16,7 @@ from tiny import llama, weights
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.remote.canary import Canary
 from tinyllm.engine.remote.client import HTTPRolloutClient
-from tinyllm.engine.remote.http import Patience
+from tinyllm.engine.remote.http import RetryPolicy
 from tinyllm.engine.remote.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, VLLMTransfer
 from tinyllm.errors import EngineError
 from tinyllm.model import models
@@ -25,7 +25,7 @@ from tinyllm.records import Prompt, Revision, SamplingParams
 
 PROMPT = Prompt("p", (3, 5, 7), "p")
 PARAMS = SamplingParams(max_new_tokens=4, n=2)
-QUICK = Patience(attempts=2, deadline_s=10.0, pause_s=0.002)
+QUICK = RetryPolicy(attempts=2, deadline_s=10.0, pause_s=0.002)
 
 
 class Number:
@@ -180,7 +180,7 @@ def test_the_conversation_of_a_weight_transfer(tmp_path):
 @pytest.mark.parametrize("fault", ["500", "no answer", "ok without changing", "small change lost", "another label"])
 def test_a_server_that_did_not_take_the_update_gets_no_requests(tmp_path, fault, caplog):
     """K7: no rollout carries a revision that its server did not confirm."""
-    slow = Patience(attempts=1, deadline_s=1.0)
+    slow = RetryPolicy(attempts=1, deadline_s=1.0)
     with scripted() as good, scripted() as bad:
         client, publisher, policy = setup(tmp_path, good, bad, patience=slow if fault == "no answer" else QUICK)
         publish(publisher, policy, 1)
@@ -276,10 +276,10 @@ def test_weights_stay_until_they_are_loaded_and_one_update_longer(tmp_path):
         return loaded[-1]
 
     with scripted() as fast, scripted() as late:
-        client, publisher, policy = setup(tmp_path, fast, late, patience=Patience(1, 5.0))
+        client, publisher, policy = setup(tmp_path, fast, late, patience=RetryPolicy(1, 5.0))
         publish(publisher, policy, 1)
         late.weights = slow
-        publisher.patience = Patience(1, 0.3)
+        publisher.patience = RetryPolicy(1, 0.3)
         publish(publisher, policy, 2)
         assert [s.url for s in client.servers.live] == [fast.url]
         assert kept(publisher) == ["v1", "v2"], "the late server still reads the second"

@@ -19,13 +19,13 @@ from test_served_run import KEY, served
 from test_sft_dpo import dpo_config, sft_config
 
 from tinyllm.config.io import make_config, to_toml
-from tinyllm.distributed.ranks import SOLO, here
+from tinyllm.distributed.ranks import SOLO, current_ranks
 from tinyllm.distributed.shared_run import SharedCheckpoints
 from tinyllm.engine.remote.servers import Servers
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.model.memory import memory_estimate
 from tinyllm.post import run as runs
-from tinyllm.post.batch import Rules, deal, make_batch
+from tinyllm.post.batch import BatchRules, assign_to_ranks, make_batch
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.record.checkpoint import Checkpoints
 from tinyllm.record.rundir import RunDir
@@ -76,20 +76,20 @@ def near(a: float, b: float, tolerance: float) -> bool:
 
 def test_without_torchrun_there_is_one_rank(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    here.cache_clear()
-    assert here() is SOLO and SOLO.leads and not torch.distributed.is_initialized()
-    assert SOLO.gather(3) == [3] and SOLO.lead(lambda: 4) == 4 and SOLO.share([1, 2], lambda x: x) == [1, 2]
+    current_ranks.cache_clear()
+    assert current_ranks() is SOLO and SOLO.is_main and not torch.distributed.is_initialized()
+    assert SOLO.gather(3) == [3] and SOLO.on_main(lambda: 4) == 4 and SOLO.share([1, 2], lambda x: x) == [1, 2]
 
 
 def test_half_an_environment_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
-    here.cache_clear()
+    current_ranks.cache_clear()
     with pytest.raises(ConfigError, match="WORLD_SIZE = 2 but RANK is not set; start with torchrun"):
-        here()
+        current_ranks()
     monkeypatch.setenv("RANK", "one")
     with pytest.raises(ConfigError, match="RANK = 'one'"):
-        here()
+        current_ranks()
 
 
 @pytest.mark.parametrize("budget", [1, 11, 4096])
@@ -97,8 +97,8 @@ def test_half_an_environment_is_refused(monkeypatch):
 def test_micro_batches_are_dealt_out(ranks, budget):
     """Every row once, as many passes on each rank, and no idle rank while groups are left."""
     config = make_config(train={"tokens_per_microbatch": budget}, objective={"beta": 0.1})
-    batch = make_batch(GROUPS, Rules.of(config))
-    dealt = deal(batch, ranks)
+    batch = make_batch(GROUPS, BatchRules.of(config))
+    dealt = assign_to_ranks(batch, ranks)
     rows = sorted(row for rank in dealt for rows in rank for row in rows)
     assert rows == sorted(row for part in batch.microbatches for row in part)
     assert len(dealt) == ranks and len({len(rank) for rank in dealt}) == 1
@@ -109,8 +109,8 @@ def test_micro_batches_are_dealt_out(ranks, budget):
 
 
 def test_an_empty_batch_deals_nothing():
-    batch = make_batch([GROUPS[2]], Rules.of(make_config()))
-    assert not batch.microbatches and deal(batch, 2) == [[], []]
+    batch = make_batch([GROUPS[2]], BatchRules.of(make_config()))
+    assert not batch.microbatches and assign_to_ranks(batch, 2) == [[], []]
 
 
 def test_memory_is_counted_per_rank():
@@ -171,7 +171,9 @@ def test_lines_of_another_number_of_ranks_are_put_aside(train):
 
 
 def test_ranks_take_over_what_servers_confirmed():
-    first, second = (Servers([SimpleNamespace(model="m", label=None, revision=None, fenced=None)]) for _ in range(2))
+    first, second = (
+        Servers([SimpleNamespace(model="m", label=None, revision=None, quarantined=None)]) for _ in range(2)
+    )
     first.all[0].model, first.all[0].label, first.all[0].revision = "adapter-2", "2:ab", Revision(2, "ab")
     second.adopt(first.confirmed())
     assert second.confirmed() == first.confirmed() == [("adapter-2", "2:ab", Revision(2, "ab"), None)]

@@ -11,7 +11,7 @@ import pytest
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.rewards import build, verify
-from tinyllm.rewards.code.sandbox_limits import Group
+from tinyllm.rewards.code.sandbox_limits import LimitGroup
 from tinyllm.rewards.code.verifier import fenced_blocks, find_code, same, same_output, sandbox
 from tinyllm.rewards.selftest import row_fault
 
@@ -212,7 +212,7 @@ def test_no_group_of_limits_is_left_behind():
     names = [name for _, folders, _ in os.walk("/sys/fs/cgroup") for name in folders if name.startswith("tinyllm-")]
     owners = [int(name.removeprefix("tinyllm-").removeprefix("trial-").split("-")[0]) for name in names]
     assert not [owner for owner in owners if owner == os.getpid() or not psutil.pid_exists(owner)]
-    assert Group.kind()
+    assert LimitGroup.kind()
 
 
 # judging

@@ -17,7 +17,7 @@ from test_rewards import completion, data, prompt
 from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import RewardError
 from tinyllm.rewards import make_verify
-from tinyllm.rewards.pool import Job, Pool
+from tinyllm.rewards.pool import VerifierPool, VerifyTask
 
 
 @pytest.fixture
@@ -205,11 +205,11 @@ def judge_rows(verify, prompts, texts):
 
 
 def test_time_waiting_for_a_worker_does_not_count():
-    pool = Pool(workers=1)
+    pool = VerifierPool(workers=1)
     try:
         spec = {"family": "json"}
         message = {"kind": "verify", "row": {"schema": {"type": "integer"}}, "text": "1"}
-        results = pool.run([Job(spec, message, 0.5) for _ in range(400)])
+        results = pool.run([VerifyTask(spec, message, 0.5) for _ in range(400)])
         assert all(result["verdicts"][0][0] == 1.0 for result in results)
     finally:
         pool.close()

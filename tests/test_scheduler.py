@@ -8,7 +8,7 @@ from test_engine import Letters, count_rows, engine, make_policy, make_prompts, 
 
 from tinyllm.engine.head import pack_targets, score
 from tinyllm.engine.sampling import seed_key
-from tinyllm.engine.scheduler import Job, Scheduler
+from tinyllm.engine.scheduler import SampleRequest, Scheduler
 from tinyllm.records import Prompt, Revision, RevisionSpan
 
 KINDS = [
@@ -38,7 +38,7 @@ class Collected:
             self.heard.setdefault((name, sample), []).append((token, logprob))
 
         keys = tuple(seed_key(5, 2, prompt.id, prompt.draw, s) for s in range(samples))
-        self.scheduler.submit(Job(name, prompt.token_ids, params, keys, on_finish, on_token, **options))
+        self.scheduler.submit(SampleRequest(name, prompt.token_ids, params, keys, on_finish, on_token, **options))
 
     def finish(self):
         steps = 0
@@ -185,7 +185,9 @@ def test_alternatives_are_the_most_probable_tokens_with_their_log_probabilities(
     given = params(max_new_tokens=8, temperature=0.7)
     run.submit("other", other, given)
     run.scheduler.submit(
-        Job("top", prompt.token_ids, given, keys, lambda s: None, lambda *token: heard.append(token), top_logprobs=61)
+        SampleRequest(
+            "top", prompt.token_ids, given, keys, lambda s: None, lambda *token: heard.append(token), top_logprobs=61
+        )
     )
     run.finish()
     ids = [token for _, token, _, _ in heard]

@@ -17,7 +17,7 @@ from tinyllm.config.io import make_config
 from tinyllm.engine.policy import Policy
 from tinyllm.errors import TrainingStopped
 from tinyllm.post import update
-from tinyllm.post.batch import Batch, Rules, make_batch
+from tinyllm.post.batch import Batch, BatchRules, make_batch
 from tinyllm.post.grpo import PRESETS, kl_estimate
 from tinyllm.post.objectives import GRPOObjective
 from tinyllm.post.optimizer import Optimizer
@@ -48,7 +48,7 @@ def one_update(groups, config, model=None, reference=None, lr=1.0) -> tuple[Weig
     """How far each weight moved against its gradient, what the updater says, and the batch."""
     policy = Policy(llama() if model is None else model)
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
-    batch = make_batch(groups, Rules.of(config))
+    batch = make_batch(groups, BatchRules.of(config))
     updater = Updater(policy, Optimizer(policy.model.named_parameters(), config.optimizer), config, reference)
     result = updater(batch, lr)
     assert all(p.grad is None for p in policy.model.parameters())
@@ -89,7 +89,7 @@ def test_an_update_is_the_gradient_of_the_written_objective(preset):
     config = options(objective={"preset": preset})
     moved, result, batch = one_update(GROUPS, config)
     expected = dense_gradient(
-        llama(), batch, lambda r, logp: -float(batch.advantages[r]) * logp, Rules.of(config).aggregate
+        llama(), batch, lambda r, logp: -float(batch.advantages[r]) * logp, BatchRules.of(config).aggregate
     )
     close(moved, expected)
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values()))
@@ -153,7 +153,7 @@ def test_a_step_with_everything_masked_moves_nothing(aggregate, beta):
 def test_dropout_in_the_configuration_stays_off():
     first, second = (one_update(GROUPS, options(), model=gpt2())[0] for _ in range(2))
     assert all(torch.equal(first[n], second[n]) for n in first)
-    batch = make_batch(GROUPS, Rules.of(options()))
+    batch = make_batch(GROUPS, BatchRules.of(options()))
     close(first, dense_gradient(gpt2(), batch, lambda r, logp: -float(batch.advantages[r]) * logp, "sequence"))
 
 
@@ -222,7 +222,7 @@ def lagging_update(spans_of, **more):
     """An update of weights of revision NOW on such a group, with how far each weight moved."""
     config, policy = options(**more), Policy(llama())
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
-    batch = replace(make_batch(drawn_from(spans_of), Rules.of(config)), revision=NOW)
+    batch = replace(make_batch(drawn_from(spans_of), BatchRules.of(config)), revision=NOW)
     updater = Updater(policy, Optimizer(policy.model.named_parameters(), config.optimizer), config)
     result = updater(batch, 1.0)
     return {n: before[n] - p.detach() for n, p in policy.model.named_parameters()}, result, batch, updater

@@ -13,7 +13,7 @@ from verifier_cases import CASES, case_ids, row_of, spec_of
 from tinyllm.errors import DataError
 from tinyllm.rewards import build, verify
 from tinyllm.rewards.combine import pool_verdicts
-from tinyllm.rewards.pool import Pool
+from tinyllm.rewards.pool import VerifierPool
 from tinyllm.rewards.selftest import row_fault
 
 WITNESS = Path("/tmp/verifier_was_here")
@@ -57,7 +57,7 @@ def test_a_batch_keeps_its_length_and_order():
 
 def test_eight_hangs_and_then_a_normal_sample_in_the_pool():
     case = by_id("mat-62")
-    pool = Pool(workers=2)
+    pool = VerifierPool(workers=2)
     try:
         texts = [case["completion"]] * 8 + ["\\boxed{5}"]
         verdicts = pool_verdicts(pool, build(spec_of(case)), [row_of(case)] * 9, texts, timeout_s=20.0)

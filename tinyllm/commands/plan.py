@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tinyllm.model.memory import ModelShape
     from tinyllm.plan.cost import Plan
     from tinyllm.plan.rates import Rates, RunFacts
-    from tinyllm.plan.work import Job, Layout
+    from tinyllm.plan.work import Layout, Workload
 
 GIB = 2.0**30
 NUMBERS = {
@@ -244,7 +244,7 @@ def _rates(
     config: GRPOConfig,
     dtype: torch.dtype,
     facts: RunFacts | None,
-    job: Job,
+    job: Workload,
     layout: Layout,
 ) -> Rates:
     """What is given before what a run measured before what is measured here."""

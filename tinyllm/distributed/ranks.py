@@ -37,7 +37,7 @@ class Ranks:
     count: int = 1
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the rank that records, logs, saves and shows."""
         return self.rank == 0
 
@@ -51,11 +51,11 @@ class Ranks:
         distributed.all_gather_object(values, value)
         return values
 
-    def lead(self, work: Callable[[], T]) -> T:
+    def on_main(self, work: Callable[[], T]) -> T:
         """What rank 0 makes of `work`, on every rank; an expected failure is raised on all of them."""
         if self.count == 1:
             return work()
-        return _values(self.gather(_attempt(work) if self.leads else None)[:1])[0]
+        return _values(self.gather(_attempt(work) if self.is_main else None)[:1])[0]
 
     def share(self, items: Sequence[U], work: Callable[[Sequence[U]], Sequence[T]]) -> list[T]:
         """work(items), one result per item: each rank does every count-th item, and every rank has all results."""
@@ -88,7 +88,7 @@ def _values(outcomes: Sequence[Any]) -> list[Any]:
 
 
 @functools.cache
-def here() -> Ranks:
+def current_ranks() -> Ranks:
     """The ranks this process belongs to, joined at the first call. Raises ConfigError for half an environment."""
     if not several():
         return SOLO
@@ -146,7 +146,7 @@ def several() -> bool:
     return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
 
 
-def speaks() -> bool:
+def claim_report() -> bool:
     """Whether this process tells of its failure: the first rank that fails does, so that it is told once."""
     if not several():
         return True
@@ -158,7 +158,7 @@ def speaks() -> bool:
         return os.environ.get("RANK") == "0"
 
 
-def lost(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Whether a collective failed because another rank has gone."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & {"DistError", "DistNetworkError", "DistStoreError"}) or (

@@ -40,7 +40,7 @@ class SharedCheckpoints(Checkpoints):
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
 
-        self.ranks.lead(begin)
+        self.ranks.on_main(begin)
         with write_errors(path):
             write_shards(temporary, tensors)
         self.ranks.gather(None)  # every file is written
@@ -50,7 +50,7 @@ class SharedCheckpoints(Checkpoints):
                 files = {file.name: file_facts(file) for file in sorted(temporary.iterdir())}
             self._commit(step, {"files": files, "shards": self.ranks.count, "state": dict(state)}, keep)
 
-        self.ranks.lead(commit)
+        self.ranks.on_main(commit)
 
 
 class Follower(RunDir):
@@ -78,11 +78,11 @@ def shared_run(ranks: Ranks, make: Callable[[], RunDir]) -> RunDir:
         return make()
     made: list[RunDir] = []
 
-    def lead() -> Path:
+    def on_main() -> Path:
         made.append(make())
         return made[0].path
 
-    path = ranks.lead(lead)
+    path = ranks.on_main(on_main)
     run = made[0] if made else Follower.read(path)
     run.checkpoints = SharedCheckpoints(run.checkpoints.folder, ranks)
     return run

@@ -15,7 +15,7 @@ from tinyllm.engine.kv_cache import CacheShape
 from tinyllm.engine.packing import BLOCK
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import seed_key
-from tinyllm.engine.scheduler import Job, Sampled, Scheduler
+from tinyllm.engine.scheduler import Sampled, SampleRequest, Scheduler
 from tinyllm.errors import EngineError
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 
@@ -91,7 +91,7 @@ class Engine:
 
 def job_of(
     name: str, prompt: Prompt, params: SamplingParams, samples: Sequence[int], on_finish: Callable[[Completion], None]
-) -> Job:
+) -> SampleRequest:
     """A job for the scheduler that draws these samples of a prompt and hands each on as a completion."""
     keys = tuple(seed_key(params.seed, params.step, prompt.id, prompt.draw, sample) for sample in samples)
 
@@ -111,4 +111,4 @@ def job_of(
             )
         )
 
-    return Job(name, prompt.token_ids, params, keys, finish)
+    return SampleRequest(name, prompt.token_ids, params, keys, finish)

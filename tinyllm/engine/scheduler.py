@@ -51,7 +51,7 @@ OnToken = Callable[[int, int, float, list[tuple[int, float]]], None]
 
 
 @dataclass(slots=True)
-class Job:
+class SampleRequest:
     """Samples of one prompt, drawn with the same parameters."""
 
     id: str
@@ -90,7 +90,7 @@ class _Prefix:
 class _Branch:
     """One distinct running history."""
 
-    job: Job
+    job: SampleRequest
     prefix: _Prefix
     members: list[int]
     """Samples of the job."""
@@ -129,7 +129,7 @@ class Scheduler:
         shape = CacheShape.of(policy.config, policy.head_weight.dtype)
         self.cache = KVCache(shape, round_up(max_batch, ROWS), own_blocks, pool_blocks, policy.device)
         self.branches: list[_Branch] = []
-        self.queue: deque[Job] = deque()
+        self.queue: deque[SampleRequest] = deque()
         self.prompts: dict[tuple[int, ...], _Prefix] = {}
         self.idle: dict[tuple[int, ...], _Prefix] = {}
         """Those of `prompts` without users, longest unused first."""
@@ -144,7 +144,7 @@ class Scheduler:
         """Samples that wait for one."""
         return sum(len(job.keys) - job.started for job in self.queue)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SampleRequest) -> None:
         self.queue.append(job)
 
     def cancel(self, job_id: str) -> None:
@@ -179,7 +179,7 @@ class Scheduler:
         if self.branches and free < self.capacity // 4 and free < self.waiting:
             return
         while self.queue and free:
-            entering: list[tuple[Job, _Prefix, range]] = []
+            entering: list[tuple[SampleRequest, _Prefix, range]] = []
             fresh: list[_Prefix] = []
             trie = Trie()
             while self.queue and free and len(trie) < _PREFILL_NODES:
@@ -220,7 +220,7 @@ class Scheduler:
         for prefix, path in zip(fresh, trie.paths, strict=True):
             prefix.hidden = hidden[path[-1]].clone()
 
-    def _start(self, entering: list[tuple[Job, _Prefix, range]]) -> None:
+    def _start(self, entering: list[tuple[SampleRequest, _Prefix, range]]) -> None:
         """Draws first tokens and gives every branch that goes on a slot."""
         branches = [_Branch(job, prefix, list(samples)) for job, prefix, samples in entering]
         for branch in branches:

@@ -22,7 +22,7 @@ from tinyllm import rewards
 from tinyllm.config.io import overlay
 from tinyllm.config.sections import GRPOConfig, RewardConfig
 from tinyllm.engine.engine import Engine
-from tinyllm.engine.remote.chat import Server
+from tinyllm.engine.remote.chat import ChatServer
 from tinyllm.errors import ConfigError, DataError, EngineError, RunError
 from tinyllm.evals import measure
 from tinyllm.evals.config import MachineConfig, SuiteConfig, suite_of_run
@@ -30,7 +30,7 @@ from tinyllm.evals.suite import cluster_labels, load_task, task_configs
 from tinyllm.evals.summary import summary
 from tinyllm.evals.training import suite_overlap
 from tinyllm.model import models
-from tinyllm.model.refs import Subject, find_subject, load_policy
+from tinyllm.model.refs import ModelRef, find_subject, load_policy
 from tinyllm.post.grpo import collect_groups
 from tinyllm.record.files import new_folder, write_atomic, write_errors, write_json
 from tinyllm.record.rollouts import write_table
@@ -94,7 +94,7 @@ def evaluate(
     return EvalResult(path, report)
 
 
-def choose_suite(subjects: Sequence[Subject], options: Mapping[str, Any]) -> tuple[SuiteConfig, str | None]:
+def choose_suite(subjects: Sequence[ModelRef], options: Mapping[str, Any]) -> tuple[SuiteConfig, str | None]:
     """The suite that is named, else the held-out prompts of the runs among the models, and the first run's path.
 
     Raises ConfigError when there is neither, and for runs with different suites.
@@ -151,7 +151,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        subjects: Sequence[Subject],
+        subjects: Sequence[ModelRef],
         config: SuiteConfig,
         judged: RewardConfig,
         of_run: str | None,
@@ -159,7 +159,7 @@ class _Evaluation:
     ) -> None:
         self.subjects, self.config, self.on_phase = subjects, config, on_phase
         on_phase("reading the suite")
-        self.servers = {s.name: Server.connect(s.source) for s in subjects if s.is_server}
+        self.servers = {s.name: ChatServer.connect(s.source) for s in subjects if s.is_server}
         self.tokenizers = {s.name: models.load_tokenizer(s.source) for s in subjects if not s.is_server}
         self.tasks = [load_task(config, data, judged, of_run) for data in task_configs(config)]
         self.labels: dict[str, Any] = {}
@@ -181,7 +181,7 @@ class _Evaluation:
             self.close()
             raise
 
-    def _prompts(self, subject: Subject) -> list[tuple[Prompt, ...]]:
+    def _prompts(self, subject: ModelRef) -> list[tuple[Prompt, ...]]:
         """By task, as the model reads them."""
         tokenizer = self.tokenizers.get(subject.name)
         found = [task.read_by(tokenizer, set(ids)) for task, ids in zip(self.tasks, self.kept, strict=True)]
@@ -210,7 +210,7 @@ class _Evaluation:
         report = summary(self.config, suite, self.kept, weights, answers, self.overlap)
         return {**report, "warnings": [*self.warnings, *report["warnings"]]}, record
 
-    def _sample(self, subject: Subject) -> tuple[str | None, list[list[Group]]]:
+    def _sample(self, subject: ModelRef) -> tuple[str | None, list[list[Group]]]:
         """One model on every task: (hash of its weights, judged groups by task)."""
         by_task = self.prompts[subject.name]
         answer = self.config.answer
@@ -252,7 +252,7 @@ class _Evaluation:
         for first in range(0, len(prompts), size):
             self.on_phase(f"{what}: {first} of {len(prompts)} prompts")
             part = prompts[first : first + size]
-            collect = _served_groups if isinstance(client, Server) else collect_groups
+            collect = _served_groups if isinstance(client, ChatServer) else collect_groups
             groups += collect(client, part, params, verify)
             for group in groups[first:]:
                 for rollout in group.rollouts:
@@ -260,7 +260,7 @@ class _Evaluation:
         return groups
 
 
-def _load_engine(subject: Subject, machine: MachineConfig, tokenizer: Any, room: tuple[int, int]) -> Engine:
+def _load_engine(subject: ModelRef, machine: MachineConfig, tokenizer: Any, room: tuple[int, int]) -> Engine:
     """The model ready to sample. room: (samples of the largest task, tokens of the longest prompt and completion)."""
     samples = min(machine.max_batch, room[0])
     cached = machine.cache_tokens or samples * room[1]
@@ -270,7 +270,7 @@ def _load_engine(subject: Subject, machine: MachineConfig, tokenizer: Any, room:
     return engine
 
 
-def _served_groups(server: Server, prompts: Sequence[Prompt], params: SamplingParams, verify: Any) -> list[Group]:
+def _served_groups(server: ChatServer, prompts: Sequence[Prompt], params: SamplingParams, verify: Any) -> list[Group]:
     """As collect_groups, for completions that are text without token ids."""
     completions = server.sample(prompts, params)
     verdicts = iter(verify(prompts, [c for c in completions if c.error is None]))

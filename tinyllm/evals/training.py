@@ -12,14 +12,14 @@ from tinyllm.errors import DataError, TinyLLMError
 from tinyllm.evals.config import SuiteConfig
 from tinyllm.evals.overlap import THRESHOLD, find_overlap, prompt_text
 from tinyllm.evals.suite import NO_LIMIT, PlainTokenizer, Task
-from tinyllm.model.refs import Subject
+from tinyllm.model.refs import ModelRef
 from tinyllm.record.rundir import RunDir
 from tinyllm.tasks.files import read_file, rename
 from tinyllm.tasks.recipes import RECIPES
 
 
 def suite_overlap(
-    config: SuiteConfig, subjects: Sequence[Subject], suite: Sequence[Task]
+    config: SuiteConfig, subjects: Sequence[ModelRef], suite: Sequence[Task]
 ) -> tuple[dict[str, Any], list[str]]:
     """(what was compared and found, warnings about what could not be read). Raises DataError for --train."""
     checked: list[dict[str, Any]] = []
@@ -44,7 +44,7 @@ def suite_overlap(
 
 
 def _training_prompts(
-    config: SuiteConfig, subjects: Sequence[Subject], warnings: list[str]
+    config: SuiteConfig, subjects: Sequence[ModelRef], warnings: list[str]
 ) -> Iterator[tuple[str, list[str]]]:
     if config.train:
         yield config.train, _prompts_of_file(config)

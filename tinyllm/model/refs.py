@@ -20,7 +20,7 @@ from tinyllm.stats import held_out_score, score_kind
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelRef:
     """A model argument, found but not loaded."""
 
     name: str
@@ -36,10 +36,10 @@ class Subject:
         return self.source.startswith(("http://", "https://"))
 
 
-def find_subject(word: str) -> Subject:
+def find_subject(word: str) -> ModelRef:
     """What MODEL, RUN, RUN@best, RUN@20 or http://host:port/v1#model names. Raises ModelError, RunError."""
     if word.startswith(("http://", "https://")):
-        return Subject(word, word)
+        return ModelRef(word, word)
     folder, at, part = word.rpartition("@")
     if at and (Path(folder) / MANIFEST).exists():
         return _part_of_run(word, RunDir.read(folder), part)
@@ -48,15 +48,15 @@ def find_subject(word: str) -> Subject:
     if at and (part.isdecimal() or part == "best"):
         raise RunError(f"{folder}: no run here ({MANIFEST} is missing); see: tinyllm runs")
     models.resolve(word)
-    return Subject(word, word)
+    return ModelRef(word, word)
 
 
-def _part_of_run(word: str, run: RunDir, part: str) -> Subject:
+def _part_of_run(word: str, run: RunDir, part: str) -> ModelRef:
     if part.isdecimal():
         step = int(part)
         if step not in run.checkpoints.steps():
             raise RunError(f"{run.path} has no checkpoint of step {step}; {_offer(run)}")
-        return Subject(word, run.config.model.name, run, step)
+        return ModelRef(word, run.config.model.name, run, step)
     if part not in ("model", "best"):
         raise RunError(f"{word}: write RUN, RUN@best, or RUN@STEP; {_offer(run)}")
     if part == "best" and not (run.path / part).is_dir() and _ended_best(run):
@@ -66,7 +66,7 @@ def _part_of_run(word: str, run: RunDir, part: str) -> Subject:
             "no final model (it did not end)" if part == "model" else "no best weights (no evaluation beat the first)"
         )
         raise RunError(f"{run.path} has {what}; {_offer(run)}")
-    return Subject(word, str(run.path / part), run)
+    return ModelRef(word, str(run.path / part), run)
 
 
 def _ended_best(run: RunDir) -> bool:
@@ -81,7 +81,7 @@ def _offer(run: RunDir) -> str:
     return f"checkpoints: {steps}" if steps else "it has no checkpoints"
 
 
-def load_policy(subject: Subject, dtype: str, device: str, *, samples: int, cached: int) -> tuple[Policy, Revision]:
+def load_policy(subject: ModelRef, dtype: str, device: str, *, samples: int, cached: int) -> tuple[Policy, Revision]:
     """The model ready to sample and its revision, checked against memory first. Raises ModelError, RunError.
 
     samples: completions that run together; cached: tokens of the key-value cache.
@@ -100,7 +100,7 @@ def load_policy(subject: Subject, dtype: str, device: str, *, samples: int, cach
     return policy, Revision(subject.step or 0, models.content_hash(model))
 
 
-def _require_room(subject: Subject, dtype: torch.dtype, device: str, samples: int, cached: int) -> None:
+def _require_room(subject: ModelRef, dtype: torch.dtype, device: str, samples: int, cached: int) -> None:
     """Weights and cache must fit into what is free."""
     arch = models.load_config(subject.source)
     cache = cached * CacheShape.of(arch, dtype).token_bytes
@@ -115,7 +115,7 @@ def _require_room(subject: Subject, dtype: torch.dtype, device: str, samples: in
 
 
 @torch.no_grad()
-def _with_checkpoint(subject: Subject, model: Any) -> Any:
+def _with_checkpoint(subject: ModelRef, model: Any) -> Any:
     """The start model with the trained weights of a checkpoint in place. Raises RunError."""
     run, step = subject.run, subject.step
     assert run is not None

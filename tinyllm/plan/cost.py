@@ -18,7 +18,7 @@ from tinyllm.model.memory import gib
 from tinyllm.plan import work
 from tinyllm.plan.rates import RECORD_BYTES_PER_TOKEN, Basis, Rate, Rates
 from tinyllm.plan.room import Room, Spec, fits, rooms
-from tinyllm.plan.work import Job, Layout
+from tinyllm.plan.work import Layout, Workload
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Split:
 class Plan:
     """Everything that is printed."""
 
-    job: Job
+    job: Workload
     layout: Layout
     rates: Rates
     rooms: tuple[Room, ...]
@@ -63,7 +63,7 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def make_plan(spec: Spec, job: Job, layout: Layout, rates: Rates) -> Plan:
+def make_plan(spec: Spec, job: Workload, layout: Layout, rates: Rates) -> Plan:
     """Memory, hops and balance of a job on a layout."""
     hops = step_hops(job, layout, rates)
     stages = stage_seconds(hops, layout)
@@ -87,7 +87,7 @@ def make_plan(spec: Spec, job: Job, layout: Layout, rates: Rates) -> Plan:
 # Hops
 
 
-def step_hops(job: Job, layout: Layout, rates: Rates) -> tuple[Hop, ...]:
+def step_hops(job: Workload, layout: Layout, rates: Rates) -> tuple[Hop, ...]:
     """The hops in the order of the data."""
     return (
         Hop("prompts", 0.0, "assumed", "read and rendered before the first step; nothing waits for them"),
@@ -100,7 +100,7 @@ def step_hops(job: Job, layout: Layout, rates: Rates) -> tuple[Hop, ...]:
     )
 
 
-def _sample(job: Job, layout: Layout, rates: Rates) -> Hop:
+def _sample(job: Workload, layout: Layout, rates: Rates) -> Hop:
     """Prefill, then max(compute, bytes / bandwidth) of decode, on the busiest engine."""
     engines = layout.engines or layout.trainers
     width = layout.gpus_per_engine if layout.engines else 1
@@ -120,7 +120,7 @@ def _sample(job: Job, layout: Layout, rates: Rates) -> Hop:
     return Hop("sample", prefill / (reached * rates.compute.value) + max(compute, memory), "extrapolated", how)
 
 
-def _verify(job: Job, layout: Layout, rates: Rates) -> Hop:
+def _verify(job: Workload, layout: Layout, rates: Rates) -> Hop:
     if rates.verify is None:
         return Hop("verify", None, "unknown", "seconds of a verdict are not known; give --verify-s, or --run")
     seconds = job.rollouts * rates.verify.value / layout.verifiers
@@ -128,7 +128,7 @@ def _verify(job: Job, layout: Layout, rates: Rates) -> Hop:
     return Hop("verify", seconds, rates.verify.basis, f"{how}; {rates.verify.source}")
 
 
-def _record(job: Job, rates: Rates) -> Hop:
+def _record(job: Workload, rates: Rates) -> Hop:
     if rates.record is not None:
         seconds = job.sampled_tokens / rates.record.value
         return Hop("record", seconds, rates.record.basis, _at(rates.record, "tokens/s, metrics and the rest with it"))
@@ -139,7 +139,7 @@ def _record(job: Job, rates: Rates) -> Hop:
     return Hop("record", size / rates.disk.value, "extrapolated", how)
 
 
-def _train(job: Job, layout: Layout, rates: Rates) -> Hop:
+def _train(job: Workload, layout: Layout, rates: Rates) -> Hop:
     """FLOPs / ranks, and the collectives, which are not counted as overlapped."""
     flops = work.training_flops(job) / layout.trainers
     passes = work.microbatches(job, layout.trainers)
@@ -159,7 +159,7 @@ def _train(job: Job, layout: Layout, rates: Rates) -> Hop:
     return Hop(name, seconds, "extrapolated", f"{how}; {_hardware(rates)}")
 
 
-def _optimizer(job: Job, layout: Layout, rates: Rates) -> Hop:
+def _optimizer(job: Workload, layout: Layout, rates: Rates) -> Hop:
     if rates.update is not None:
         return Hop("optimizer", 0.0, rates.update.basis, "in forward + backward, which the run times together with it")
     if rates.bandwidth is None:
@@ -169,7 +169,7 @@ def _optimizer(job: Job, layout: Layout, rates: Rates) -> Hop:
     return Hop("optimizer", seconds, "extrapolated", f"{gib(size)} read and written a rank; {_hardware(rates)}")
 
 
-def _publish(job: Job, layout: Layout, rates: Rates) -> Hop:
+def _publish(job: Workload, layout: Layout, rates: Rates) -> Hop:
     """Weights are hashed; where engines have devices of their own, written once and read once by all of them."""
     whole, sent = work.weight_bytes(job), work.published_bytes(job)
     basis: Basis = "extrapolated"
@@ -230,7 +230,7 @@ def _bound(stages: dict[str, float], max_lag: int) -> str:
     return name
 
 
-def engines_needed(job: Job, layout: Layout, rates: Rates) -> int | None:
+def engines_needed(job: Workload, layout: Layout, rates: Rates) -> int | None:
     """The fewest engines apart whose sampling takes no longer than these trainers' own hops."""
 
     def stages(engines: int) -> dict[str, float]:
@@ -255,7 +255,7 @@ def verifiers_needed(hops: tuple[Hop, ...], layout: Layout) -> int | None:
     return max(1, math.ceil(stages["verify"] * layout.verifiers / other - 1e-9))
 
 
-def best_splits(spec: Spec, job: Job, layout: Layout, rates: Rates) -> tuple[Split, ...]:
+def best_splits(spec: Spec, job: Workload, layout: Layout, rates: Rates) -> tuple[Split, ...]:
     """The fastest layouts of as many devices that fit into memory: synchronous, and with lag (1 at least)."""
     found = []
     for lag in (0, max(1, layout.max_lag)):
@@ -279,7 +279,7 @@ def _layouts(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, engines=engines, trainers=layout.devices - engines * layout.gpus_per_engine)
 
 
-def _notes(job: Job, layout: Layout, rates: Rates, hops: tuple[Hop, ...]) -> Iterator[str]:
+def _notes(job: Workload, layout: Layout, rates: Rates, hops: tuple[Hop, ...]) -> Iterator[str]:
     unknown = [hop.name for hop in hops if hop.seconds is None]
     if unknown:
         yield f"not known, and counted as 0: {', '.join(unknown)}"

@@ -17,7 +17,7 @@ from tinyllm.config.sections import GRPOConfig, PoolConfig
 from tinyllm.errors import RunError
 from tinyllm.model.memory import needs_reference_model
 from tinyllm.plan import work
-from tinyllm.plan.work import Job
+from tinyllm.plan.work import Workload
 from tinyllm.record.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RunFacts:
     """What a run was and how long its steps took: the job in numbers, and mean seconds by hop."""
 
     path: str
-    job: Job
+    job: Workload
     verifiers: int
     steps: int
     seconds: dict[str, float]
@@ -170,9 +170,9 @@ def make_job(
     longest: int,
     draws: float = 1.0,
     live_share: float = 1.0,
-) -> Job:
+) -> Workload:
     """The job of a GRPO configuration; draws: groups drawn for each that a step needs."""
-    return Job(
+    return Workload(
         shape=shape,
         dtype=str(dtype).removeprefix("torch."),
         element_bytes=dtype.itemsize,
@@ -194,7 +194,7 @@ def make_job(
     )
 
 
-def rates_of_run(facts: RunFacts, planned: Job, devices: int) -> Rates:
+def rates_of_run(facts: RunFacts, planned: Workload, devices: int) -> Rates:
     """The hops' rates of a run; extrapolated, with the reasons, where the planned job is another one."""
     reasons = differences(facts.job, planned, devices)
     if facts.served:
@@ -216,7 +216,7 @@ def rates_of_run(facts: RunFacts, planned: Job, devices: int) -> Rates:
     )
 
 
-def differences(run: Job, planned: Job, devices: int) -> list[str]:
+def differences(run: Workload, planned: Workload, devices: int) -> list[str]:
     """In what a planned job differs from the one that was measured; lengths and batches by more than a fifth."""
     found = []
     if run.shape != planned.shape:
@@ -239,11 +239,11 @@ def differences(run: Job, planned: Job, devices: int) -> list[str]:
     return found
 
 
-def _millions(job: Job) -> str:
+def _millions(job: Workload) -> str:
     return f"{job.shape.parameters / 1e6:,.1f}M"
 
 
-def _trained_tokens(job: Job) -> float:
+def _trained_tokens(job: Workload) -> float:
     return max(1.0, job.live_share * job.distinct_tokens)
 
 

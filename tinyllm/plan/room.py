@@ -46,7 +46,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """One part of a device's memory."""
 
     name: str
@@ -61,7 +61,7 @@ class Room:
 
     device: str
     count: int
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     capacity: Rate | None
     remedies: tuple[str, ...] = ()
     """What would make it fit, each by itself; empty where it fits."""
@@ -95,17 +95,19 @@ def trainer_room(spec: Spec, layout: Layout) -> Room:
         if not own or name == "engines of the pool" or (name == "key-value cache" and not samples):
             continue
         how = HOW[name] + (f", 1/{n} of it" if n > 1 and name in SHARDED else "")
-        parts.append(Part(name, own, "extrapolated" if name == "activations" else "computed", how))
+        parts.append(MemoryPart(name, own, "extrapolated" if name == "activations" else "computed", how))
     if n > 1:
         how = "embeddings, head and one layer, of other ranks"
-        parts.append(Part("gathered weights", (shape.root + shape.block) * size * (n - 1) // n, "computed", how))
+        parts.append(MemoryPart("gathered weights", (shape.root + shape.block) * size * (n - 1) // n, "computed", how))
         if not spec.config.lora.rank:
             largest = max(shape.root, shape.block)
             how = "fp32, of the largest group before it is reduced"
-            parts.append(Part("gathered gradients", 4 * largest * (n - 1) // n, "computed", how))
+            parts.append(MemoryPart("gathered gradients", 4 * largest * (n - 1) // n, "computed", how))
     rows = max(HEAD_ROWS, spec.config.sampling.max_batch if samples else 0)
     head = 12 * rows * shape.vocabulary + (0 if spec.config.lora.rank else 4 * shape.head)
-    parts.append(Part("head", head, "computed", f"three fp32 matrices of {rows} rows x vocabulary, and its gradient"))
+    parts.append(
+        MemoryPart("head", head, "computed", f"three fp32 matrices of {rows} rows x vocabulary, and its gradient")
+    )
     return Room("trainer", n, tuple(parts), None)
 
 
@@ -115,9 +117,11 @@ def engine_room(spec: Spec, layout: Layout) -> Room:
     cached = sampling.cache_tokens or sampling.max_batch * spec.longest
     part = f", 1/{t} of it" if t > 1 else ""
     parts = (
-        Part("weights", shape.parameters * size // t, "computed", HOW["weights"] + part),
-        Part("key-value cache", cached * shape.cache_bytes(size) // t, "computed", HOW["key-value cache"] + part),
-        Part("head", 12 * sampling.max_batch * shape.vocabulary, "computed", "three fp32 matrices of max_batch rows"),
+        MemoryPart("weights", shape.parameters * size // t, "computed", HOW["weights"] + part),
+        MemoryPart("key-value cache", cached * shape.cache_bytes(size) // t, "computed", HOW["key-value cache"] + part),
+        MemoryPart(
+            "head", 12 * sampling.max_batch * shape.vocabulary, "computed", "three fp32 matrices of max_batch rows"
+        ),
     )
     return Room("engine", layout.engines * t, parts, None)
 

@@ -12,7 +12,7 @@ from tinyllm.model.memory import gib
 from tinyllm.plan.cost import Plan, Split
 from tinyllm.plan.rates import Rate
 from tinyllm.plan.room import HEADROOM, Room
-from tinyllm.plan.work import Job, Layout
+from tinyllm.plan.work import Layout, Workload
 
 RATES = (
     ("compute", "TFLOP/s of a device", 1e12),
@@ -47,7 +47,7 @@ def _say(out: Console, line: str) -> None:
     out.print(line, soft_wrap=True, markup=False)
 
 
-def _job(name: str, job: Job) -> str:
+def _job(name: str, job: Workload) -> str:
     """The job in a sentence."""
     how = [
         f"LoRA of rank {job.lora_rank}, {job.trained / 1e6:,.1f}M weights" if job.lora_rank else "all weights",

@@ -20,7 +20,7 @@ from tinyllm.model.memory import ModelShape
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """One step of training, in numbers. Lengths are means over completions; `longest` bounds prompt and completion."""
 
     shape: ModelShape
@@ -86,19 +86,19 @@ class Layout:
 # FLOPs of a whole step
 
 
-def prefill_flops(job: Job) -> float:
+def prefill_flops(job: Workload) -> float:
     """Q (2 T P + 4 L A P^2 / 2): each prompt once per group."""
     p = job.prompt_tokens
     return job.groups * (2 * job.shape.trunk * p + _attention(job, p, p / 2))
 
 
-def decode_flops(job: Job) -> float:
+def decode_flops(job: Workload) -> float:
     """S (2 (T + H) + 4 L A (P + C / 2))."""
     keys = job.prompt_tokens + job.completion_tokens / 2
     return 2 * (job.shape.trunk + job.shape.head) * job.sampled_tokens + _attention(job, job.sampled_tokens, keys)
 
 
-def training_flops(job: Job) -> float:
+def training_flops(job: Workload) -> float:
     """Forward and backward of all updates, and the reference policy's forward.
 
     Per trained token: 6 T, 8 T with checkpointing (adapters: 4 T and 6 T, and 6 of their own weights), attention 3 or 4
@@ -117,12 +117,12 @@ def training_flops(job: Job) -> float:
     return job.updates * update + reference
 
 
-def _attention(job: Job, tokens: float, keys: float) -> float:
+def _attention(job: Workload, tokens: float, keys: float) -> float:
     """4 L A per token and key."""
     return 4 * job.shape.layers * job.shape.query * tokens * keys
 
 
-def _mean_keys(job: Job) -> float:
+def _mean_keys(job: Workload) -> float:
     """Keys a token of a packed group looks at, on average: P / 2 for the prompt's, P + C / 2 for the others."""
     p, c = job.prompt_tokens, job.completion_tokens
     own = job.group_size * c
@@ -132,22 +132,22 @@ def _mean_keys(job: Job) -> float:
 # Bytes
 
 
-def weight_bytes(job: Job) -> int:
+def weight_bytes(job: Workload) -> int:
     return job.shape.parameters * job.element_bytes
 
 
-def published_bytes(job: Job) -> int:
+def published_bytes(job: Workload) -> int:
     """What engines are sent after each step."""
     return job.trained * job.element_bytes if job.publish_adapters else weight_bytes(job)
 
 
-def decode_steps(job: Job, engines: int) -> float:
+def decode_steps(job: Workload, engines: int) -> float:
     """Passes of the busiest of E engines: at most max_batch completions together, and the longest one in any case."""
     own = sampling_share(job, engines) * job.rollouts
     return max(job.max_new_tokens, own * job.completion_tokens / min(job.max_batch, math.ceil(own)))
 
 
-def decode_bytes(job: Job, engines: int) -> float:
+def decode_bytes(job: Workload, engines: int) -> float:
     """What the busiest engine reads: all weights in every pass, and for every token P + C / 2 keys and values."""
     keys = job.prompt_tokens + job.completion_tokens / 2
     cache = job.shape.cache_bytes(job.element_bytes)
@@ -155,12 +155,12 @@ def decode_bytes(job: Job, engines: int) -> float:
     return decode_steps(job, engines) * weight_bytes(job) + own * keys * cache
 
 
-def sampling_share(job: Job, engines: int) -> float:
+def sampling_share(job: Workload, engines: int) -> float:
     """Share of the busiest of E engines: groups are dealt whole."""
     return math.ceil(job.groups / engines) / math.ceil(job.groups)
 
 
-def optimizer_bytes(job: Job, trainers: int) -> float:
+def optimizer_bytes(job: Workload, trainers: int) -> float:
     """Traffic of one rank: fp32 gradient read for its norm and again, master and moments read and written.
 
     AdamW 4 (2 + 2 + 4) = 32 bytes per weight, SGD 16; bf16 weights are written from their masters, 2 more.
@@ -169,13 +169,13 @@ def optimizer_bytes(job: Job, trainers: int) -> float:
     return job.updates * job.trained / trainers * (4 * (4 + 2 * job.moments) + masters)
 
 
-def microbatches(job: Job, trainers: int) -> int:
+def microbatches(job: Workload, trainers: int) -> int:
     """Forward and backward passes of a rank in one update."""
     tokens = job.live_share * job.distinct_tokens / trainers
     return max(1, math.ceil(tokens / job.tokens_per_microbatch))
 
 
-def collective_bytes(job: Job, layout: Layout) -> float:
+def collective_bytes(job: Workload, layout: Layout) -> float:
     """What a rank receives in a step; 0 for one rank.
 
     (N - 1)/N of: in every micro-batch the weights for forward and for backward and the fp32 gradients; and after the

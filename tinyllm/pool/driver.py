@@ -27,8 +27,18 @@ from typing import Any
 
 from tinyllm.engine.sampling import seed_key
 from tinyllm.errors import EngineError
-from tinyllm.pool.state import Call, Done, Item, Seat, Stage, Trace, Work, due, seats_of
-from tinyllm.pool.workers import START_S, Staff, WorkerDied
+from tinyllm.pool.state import (
+    Call,
+    GroupRequest,
+    GroupResult,
+    InFlight,
+    Trace,
+    WorkerSlot,
+    WorkerStage,
+    deadline,
+    slots_of,
+)
+from tinyllm.pool.workers import START_S, WorkerDied, WorkerGroup
 from tinyllm.records import Completion, Revision
 
 log = logging.getLogger("tinyllm")
@@ -46,21 +56,21 @@ class Driver:
 
     def __init__(
         self,
-        engines: Staff,
-        verifiers: Staff,
-        without_verdict: Callable[[Work, Sequence[Completion], str], Any],
-        on_done: Callable[[Done], None],
+        engines: WorkerGroup,
+        verifiers: WorkerGroup,
+        without_verdict: Callable[[GroupRequest, Sequence[Completion], str], Any],
+        on_done: Callable[[GroupResult], None],
         on_error: Callable[[BaseException], None],
         *,
         attempts: int = 3,
     ) -> None:
         self.without_verdict, self.on_done, self.on_error, self.attempts = without_verdict, on_done, on_error, attempts
-        self.staffs = (engines, verifiers)
+        self.worker_groups = (engines, verifiers)
         self.revision: Revision | None = None
         self.weights: Any = None
-        self.sampling = Stage(seats_of(engines), lambda item: item.work, self._sampled, self._not_sampled)
-        self.verifying = Stage(
-            seats_of(verifiers), lambda item: (item.work, item.completions), self._verified, self._not_verified
+        self.sampling = WorkerStage(slots_of(engines), lambda item: item.work, self._sampled, self._not_sampled)
+        self.verifying = WorkerStage(
+            slots_of(verifiers), lambda item: (item.work, item.completions), self._verified, self._not_verified
         )
         self.stages = (self.sampling, self.verifying)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -71,9 +81,9 @@ class Driver:
 
     # -- from other threads -----------------------------------------------------------------------------------------
 
-    def submit(self, works: Sequence[Work]) -> None:
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Let groups in; they are sampled in this order."""
-        self._inbox.put(lambda: self._submit(works))
+        self._inbox.put(lambda: self._submit(requests))
 
     def publish(self, revision: Revision, weights: Any = None) -> None:
         """New weights: every engine gets them before it begins anything that is submitted later."""
@@ -92,15 +102,17 @@ class Driver:
 
     def states(self) -> dict[str, list[str]]:
         """What each worker is doing, in words, by kind of worker."""
-        return {stage.seats[0].staff.name: [seat.state() for seat in stage.seats] for stage in self.stages}
+        return {stage.slots[0].workers.name: [slot.state() for slot in stage.slots] for stage in self.stages}
 
     def busy_seconds(self) -> dict[str, float]:
         """By kind of worker, how long they have had work so far, all together."""
         now = time.monotonic()
         seconds: dict[str, float] = {}
-        for seat in (seat for stage in self.stages for seat in stage.seats):
-            since = seat.busy_since
-            seconds[seat.staff.name] = seconds.get(seat.staff.name, 0.0) + seat.busy_s + (now - since if since else 0.0)
+        for slot in (slot for stage in self.stages for slot in stage.slots):
+            since = slot.busy_since
+            seconds[slot.workers.name] = (
+                seconds.get(slot.workers.name, 0.0) + slot.busy_s + (now - since if since else 0.0)
+            )
         return seconds
 
     # -- the thread -------------------------------------------------------------------------------------------------
@@ -108,8 +120,8 @@ class Driver:
     def _run(self) -> None:
         try:
             for stage in self.stages:
-                for seat in stage.seats:
-                    self._start(seat)
+                for slot in stage.slots:
+                    self._start(slot)
             while not self._stop:
                 for stage in self.stages:
                     self._dispatch(stage)
@@ -119,13 +131,13 @@ class Driver:
             if not self._stop:
                 self.on_error(error)
         finally:
-            for seat in (seat for stage in self.stages for seat in stage.seats):
-                if seat.worker is not None:
-                    seat.worker.kill()
+            for slot in (slot for stage in self.stages for slot in stage.slots):
+                if slot.worker is not None:
+                    slot.worker.kill()
 
     def _act(self) -> None:
         """Everything that has come in; waits for the first until the next deadline."""
-        moments = [moment for stage in self.stages for seat in stage.seats if (moment := due(seat)) is not None]
+        moments = [moment for stage in self.stages for slot in stage.slots if (moment := deadline(slot)) is not None]
         pause = min(3600.0, max(0.01, min(moments) - time.monotonic())) if moments else None
         try:
             self._inbox.get(timeout=pause)()
@@ -134,148 +146,148 @@ class Driver:
         except queue.Empty:
             pass
 
-    def _submit(self, works: Sequence[Work]) -> None:
+    def _submit(self, requests: Sequence[GroupRequest]) -> None:
         revision = -1 if self.revision is None else self.revision.step
         now = time.monotonic()
-        items = [Item(next(self._names), work, Trace(revision), now) for work in works]
+        items = [InFlight(next(self._names), work, Trace(revision), now) for work in requests]
         waiting = self.sampling.waiting  # a refill of an earlier step goes before the steps after it
         self.sampling.waiting = deque(sorted([*waiting, *items], key=lambda item: item.work.step))
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def _call(self, seat: Seat, method: str, then: Callable[[Any], None], *arguments: Any) -> None:
-        call = seat.call = Call(time.monotonic())
+    def _call(self, slot: WorkerSlot, method: str, then: Callable[[Any], None], *arguments: Any) -> None:
+        call = slot.call = Call(time.monotonic())
 
         def answered(future: Future[Any]) -> None:
-            self._inbox.put(lambda: self._answered(seat, call, future, then))
+            self._inbox.put(lambda: self._answered(slot, call, future, then))
 
-        assert seat.worker is not None
-        seat.worker.call(method, *arguments).add_done_callback(answered)
+        assert slot.worker is not None
+        slot.worker.call(method, *arguments).add_done_callback(answered)
 
-    def _answered(self, seat: Seat, call: Call, future: Future[Any], then: Callable[[Any], None]) -> None:
-        if seat.call is not call:  # of a worker that was replaced
+    def _answered(self, slot: WorkerSlot, call: Call, future: Future[Any], then: Callable[[Any], None]) -> None:
+        if slot.call is not call:  # of a worker that was replaced
             return
-        seat.call = None
+        slot.call = None
         error = future.exception()
         if isinstance(error, WorkerDied):
-            self._replace(seat, str(error), seat.items)
+            self._replace(slot, str(error), slot.items)
         elif error is not None:
             raise error
         else:
             then(future.result())
 
-    def _start(self, seat: Seat) -> None:
-        seat.ready, seat.revision, seat.worker = False, None, seat.staff.make()
+    def _start(self, slot: WorkerSlot) -> None:
+        slot.ready, slot.revision, slot.worker = False, None, slot.workers.make()
 
         def started(_: Any) -> None:
-            seat.ready = True
+            slot.ready = True
 
-        self._call(seat, "start", started)
+        self._call(slot, "start", started)
 
-    def _replace(self, seat: Seat, why: str, suspects: Sequence[Item]) -> None:
+    def _replace(self, slot: WorkerSlot, why: str, suspects: Sequence[InFlight]) -> None:
         """A new worker; its groups go back, and the suspects among them are a fault nearer to their end."""
-        seat.deaths += 1
-        log.warning("%s is replaced: %s; %d groups are tried again", seat.name, why, len(seat.items))
-        assert seat.worker is not None
-        seat.worker.kill()
-        stage = next(stage for stage in self.stages if seat in stage.seats)
-        back, seat.items = list(seat.items), []
+        slot.restarts += 1
+        log.warning("%s is replaced: %s; %d groups are tried again", slot.name, why, len(slot.items))
+        assert slot.worker is not None
+        slot.worker.kill()
+        stage = next(stage for stage in self.stages if slot in stage.slots)
+        back, slot.items = list(slot.items), []
         now = time.monotonic()
-        seat.note_busy(now)
+        slot.note_busy(now)
         for item in reversed(back):
             item.faults += item in suspects
-            item.trace = replace(self._traced(stage, seat, item, now), faults=item.trace.faults + (item in suspects))
+            item.trace = replace(self._traced(stage, slot, item, now), faults=item.trace.faults + (item in suspects))
             if item.faults >= self.attempts:
                 stage.give_up(item, why)
             else:
                 stage.waiting.appendleft(item)
-        if seat.deaths > 3 * self.attempts:
-            raise EngineError(f"{seat.name} had to be replaced {seat.deaths} times in a row, the last because: {why}")
-        self._start(seat)
+        if slot.restarts > 3 * self.attempts:
+            raise EngineError(f"{slot.name} had to be replaced {slot.restarts} times in a row, the last because: {why}")
+        self._start(slot)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        for seat in (seat for stage in self.stages for seat in stage.seats):
-            moment = due(seat)
+        for slot in (slot for stage in self.stages for slot in stage.slots):
+            moment = deadline(slot)
             if moment is None or moment > now:
                 continue
-            limit = seat.staff.deadline_s if seat.ready else START_S
-            late = [item for item in seat.items if limit is not None and item.since + limit <= now]
-            seat.call = None
-            self._replace(seat, f"nothing came of it within {limit:g} s", late)
+            limit = slot.workers.deadline_s if slot.ready else START_S
+            late = [item for item in slot.items if limit is not None and item.since + limit <= now]
+            slot.call = None
+            self._replace(slot, f"nothing came of it within {limit:g} s", late)
 
     # -- work -------------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, stage: Stage) -> None:
-        for seat in stage.seats:
-            if not seat.ready or seat.call is not None:
+    def _dispatch(self, stage: WorkerStage) -> None:
+        for slot in stage.slots:
+            if not slot.ready or slot.call is not None:
                 continue
-            if seat.staff.takes_weights and seat.revision != self.revision:
+            if slot.workers.takes_weights and slot.revision != self.revision:
                 assert self.revision is not None
-                self._publish(seat, self.revision)
+                self._publish(slot, self.revision)
                 continue
-            new = self._take(stage, seat)
-            if seat.items:
+            new = self._take(stage, slot)
+            if slot.items:
                 pairs = [(item.name, stage.payload(item)) for item in new]
 
-                def then(results: Any, stage: Stage = stage, seat: Seat = seat) -> None:
-                    self._finished(stage, seat, results)
+                def then(results: Any, stage: WorkerStage = stage, slot: WorkerSlot = slot) -> None:
+                    self._finished(stage, slot, results)
 
-                self._call(seat, "work", then, pairs, BUDGET_S)
+                self._call(slot, "work", then, pairs, BUDGET_S)
 
-    def _publish(self, seat: Seat, revision: Revision) -> None:
+    def _publish(self, slot: WorkerSlot, revision: Revision) -> None:
         def published(_: Any) -> None:
-            seat.revision = revision
+            slot.revision = revision
 
-        self._call(seat, "publish", published, revision, self.weights)
+        self._call(slot, "publish", published, revision, self.weights)
 
-    def _take(self, stage: Stage, seat: Seat) -> list[Item]:
+    def _take(self, stage: WorkerStage, slot: WorkerSlot) -> list[InFlight]:
         """What this worker begins now: its share of all there is. A group in its last attempt is alone, so that it can
         take no other down with it."""
-        if seat.staff.takes_weights and self.revision is None:
+        if slot.workers.takes_weights and self.revision is None:
             return []
         now, new = time.monotonic(), []
-        total = len(stage.waiting) + sum(len(s.items) for s in stage.seats)
-        share = min(seat.staff.capacity, math.ceil(total / len(stage.seats)))
-        while stage.waiting and len(seat.items) < share:
-            last = [self.attempts > 1 and item.faults >= self.attempts - 1 for item in (stage.waiting[0], *seat.items)]
-            if seat.items and any(last):
+        total = len(stage.waiting) + sum(len(s.items) for s in stage.slots)
+        share = min(slot.workers.capacity, math.ceil(total / len(stage.slots)))
+        while stage.waiting and len(slot.items) < share:
+            last = [self.attempts > 1 and item.faults >= self.attempts - 1 for item in (stage.waiting[0], *slot.items)]
+            if slot.items and any(last):
                 break
             item = stage.waiting.popleft()
             item.since = now
             new.append(item)
-            seat.items.append(item)
-        seat.note_busy(now)
+            slot.items.append(item)
+        slot.note_busy(now)
         return new
 
-    def _finished(self, stage: Stage, seat: Seat, results: Sequence[tuple[int, Any]]) -> None:
+    def _finished(self, stage: WorkerStage, slot: WorkerSlot, results: Sequence[tuple[int, Any]]) -> None:
         now = time.monotonic()
-        mine = {item.name: item for item in seat.items}
+        mine = {item.name: item for item in slot.items}
         for name, result in results:
             item = mine.pop(name, None)
             if item is None:  # doubled, or of a group that went elsewhere
                 continue
-            seat.items.remove(item)
-            seat.deaths = 0
-            item.trace = self._traced(stage, seat, item, now)
+            slot.items.remove(item)
+            slot.restarts = 0
+            item.trace = self._traced(stage, slot, item, now)
             item.faults = 0
             stage.finish(item, result)
-        seat.note_busy(now)
+        slot.note_busy(now)
 
-    def _traced(self, stage: Stage, seat: Seat, item: Item, now: float) -> Trace:
+    def _traced(self, stage: WorkerStage, slot: WorkerSlot, item: InFlight, now: float) -> Trace:
         """A group's trace with this attempt in it."""
         if stage is self.sampling:
-            return replace(item.trace, sampling_s=now - item.since, engine=seat.name)
-        return replace(item.trace, verifying_s=now - item.since, verifier=seat.name)
+            return replace(item.trace, sampling_s=now - item.since, engine=slot.name)
+        return replace(item.trace, verifying_s=now - item.since, verifier=slot.name)
 
-    def _sampled(self, item: Item, completions: list[Completion]) -> None:
+    def _sampled(self, item: InFlight, completions: list[Completion]) -> None:
         item.completions = completions
         if any(c.finish_reason != "error" for c in completions):
             self.verifying.waiting.append(item)
         else:
             self._not_verified(item, "no completion was sampled")
 
-    def _not_sampled(self, item: Item, why: str) -> None:
+    def _not_sampled(self, item: InFlight, why: str) -> None:
         p, prompt = item.work.params, item.work.prompt
         keys = [seed_key(p.seed, p.step, prompt.id, prompt.draw, sample) for sample in range(p.n)]
         item.completions = [
@@ -284,11 +296,11 @@ class Driver:
         ]
         self._not_verified(item, why)
 
-    def _not_verified(self, item: Item, why: str) -> None:
+    def _not_verified(self, item: InFlight, why: str) -> None:
         self._verified(item, self.without_verdict(item.work, item.completions, why))
 
-    def _verified(self, item: Item, result: Any) -> None:
+    def _verified(self, item: InFlight, result: Any) -> None:
         trace = item.trace
         whole = time.monotonic() - item.entered
         queued = max(0.0, whole - trace.sampling_s - trace.verifying_s)
-        self.on_done(Done(item.work, result, replace(trace, queued_s=queued)))
+        self.on_done(GroupResult(item.work, result, replace(trace, queued_s=queued)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from tinyllm import rewards
 from tinyllm.config.sections import RewardConfig
-from tinyllm.pool.state import Work
+from tinyllm.pool.state import GroupRequest
 from tinyllm.post.grpo import collect_groups
 from tinyllm.records import Completion, Group, Prompt, SamplingParams, Verdict
 from tinyllm.rewards.functions import Logged
@@ -45,7 +45,7 @@ class Judge:
         """The groups of these (name, (work, completions)), each verified once."""
         return [(name, self._judge(work, completions)) for name, (work, completions) in new]
 
-    def _judge(self, work: Work, completions: Sequence[Completion]) -> Judged:
+    def _judge(self, work: GroupRequest, completions: Sequence[Completion]) -> Judged:
         samples: list[int] = []
         logged = Logged()
 
@@ -71,7 +71,7 @@ def build_judge(reward: RewardConfig, data: Any) -> Judge:
     return Judge(rewards.make_verify(reward, data))
 
 
-def without_verdict(work: Work, completions: Sequence[Completion], why: str) -> Judged:
+def without_verdict(work: GroupRequest, completions: Sequence[Completion], why: str) -> Judged:
     """The group of completions that nobody could verify: every one is unscored, with the reason."""
 
     def verify(prompts: list[Prompt], done: list[Completion]) -> list[Verdict]:

@@ -24,9 +24,9 @@ from tinyllm.pool.driver import Driver
 from tinyllm.pool.engine_worker import EngineSpec, EngineWorker, to_arrays, trained_parameters
 from tinyllm.pool.judging import Judge, Judged, build_judge, without_verdict
 from tinyllm.pool.ray_workers import RayCluster
-from tinyllm.pool.state import Done, Work
-from tinyllm.pool.workers import Staff, ThreadWorker
-from tinyllm.post.batch import Rules
+from tinyllm.pool.state import GroupRequest, GroupResult
+from tinyllm.pool.workers import ThreadWorker, WorkerGroup
+from tinyllm.post.batch import BatchRules
 from tinyllm.post.source import Logbook, PromptOrder, missing_groups, require_signal
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group, Prompt, Revision, SamplingParams
@@ -60,7 +60,7 @@ class Pool:
         self.cluster: RayCluster | None = None
         self.embedded = isinstance(engine, Engine)
         self.changed = threading.Condition()
-        self.done: Callable[[Done], None] = lambda done: None
+        self.done: Callable[[GroupResult], None] = lambda done: None
         self.error: BaseException | None = None
         settings = config.pool
         parameters = dict(trained_parameters(engine.policy.model))
@@ -81,11 +81,11 @@ class Pool:
                 self.cluster.close()
             raise
 
-    def _engines(self, prompts: Sequence[Prompt], params: SamplingParams) -> Staff:
+    def _engines(self, prompts: Sequence[Prompt], params: SamplingParams) -> WorkerGroup:
         config, settings = self.config, self.config.pool
         if not self.embedded:
             groups = max(1, config.engine.max_concurrent // config.sampling.group_size)
-            return self.engine.staff(groups, settings.max_lag)
+            return self.engine.workers(groups, settings.max_lag)
         if self.engine.policy.device.type != "cpu":
             raise ConfigError(
                 f"pool.engines = {settings.engines}: they sample on CPUs, and the model is on "
@@ -97,19 +97,19 @@ class Pool:
         spec = EngineSpec(model, config.lora, config.seed, settings.engine_threads, slots, own, pool)
         make = partial(self.cluster.worker, partial(EngineWorker, spec))
         capacity = -(-slots // params.n)
-        return Staff("engine", settings.engines, make, capacity, settings.group_deadline_s, takes_weights=True)
+        return WorkerGroup("engine", settings.engines, make, capacity, settings.group_deadline_s, takes_weights=True)
 
-    def _verifiers(self, verify: Any, judged: Any, data: Any) -> Staff:
+    def _verifiers(self, verify: Any, judged: Any, data: Any) -> WorkerGroup:
         settings = self.config.pool
         if not settings.verifiers:  # what runs here cannot be ended, as without a pool
-            return Staff("verifier", 1, lambda: ThreadWorker(lambda: Judge(verify)), capacity=1)
+            return WorkerGroup("verifier", 1, lambda: ThreadWorker(lambda: Judge(verify)), capacity=1)
         assert self.cluster is not None
         build = partial(build_judge, judged, replace(data, train=data.train[:1], held_out=()))
         self.cluster.require_portable(
             build, "the reward function", "give it as module:function, or leave out pool.verifiers"
         )
         make = partial(self.cluster.worker, build)
-        return Staff("verifier", settings.verifiers, make, 1, settings.group_deadline_s)
+        return WorkerGroup("verifier", settings.verifiers, make, 1, settings.group_deadline_s)
 
     def publish(self, revision: Revision) -> None:
         """From now on engines sample with the policy's weights as they are."""
@@ -165,7 +165,7 @@ class PoolSource:
         on_phase: Callable[[str], None],
     ) -> None:
         self.run, self.pool, self.order, self.params = run, pool, order, params
-        self.train, self.rules, self.max_lag = config.train, Rules.of(config), config.pool.max_lag
+        self.train, self.rules, self.max_lag = config.train, BatchRules.of(config), config.pool.max_lag
         self.first_step, self.on_phase = first_step, on_phase
         self.seconds: dict[str, float] = {}
         self.logged = Logged()
@@ -205,9 +205,11 @@ class PoolSource:
         first = len(step.prompts)
         step.prompts += self.order.take(count, step.draws)
         params = replace(self.params, step=number)
-        self.pool.driver.submit([Work(number, i, step.prompts[i], params) for i in range(first, len(step.prompts))])
+        self.pool.driver.submit(
+            [GroupRequest(number, i, step.prompts[i], params) for i in range(first, len(step.prompts))]
+        )
 
-    def _done(self, done: Done) -> None:
+    def _done(self, done: GroupResult) -> None:
         """A group has come back (in the driver's thread)."""
         judged: Judged = done.result
         with self.pool.changed:
@@ -265,7 +267,7 @@ class PoolSource:
         now, busy = time.monotonic(), self.pool.driver.busy_seconds()
         passed = max(1e-9, now - self._clock)
         self.seconds = {"wait_s": waited_s, "trainer_idle": min(1.0, waited_s / passed)}
-        counts = {staff.name: staff.count for staff in self.pool.driver.staffs}
+        counts = {workers.name: workers.count for workers in self.pool.driver.worker_groups}
         for name, seconds in busy.items():
             share = (seconds - self._busy[name]) / (passed * counts[name])
             self.seconds[f"{name}_idle"] = min(1.0, max(0.0, 1.0 - share))

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyllm.pool.workers import START_S, Staff, Worker
+from tinyllm.pool.workers import START_S, Worker, WorkerGroup
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 
 
 @dataclass(frozen=True)
-class Work:
+class GroupRequest:
     """One group to sample and verify."""
 
     step: int
@@ -39,21 +39,21 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Done:
+class GroupResult:
     """A group that has left the pool."""
 
-    work: Work
+    work: GroupRequest
     result: Any
     """What the verifier's work returned."""
     trace: Trace
 
 
 @dataclass(eq=False)
-class Item:
+class InFlight:
     """A group under way."""
 
     name: int
-    work: Work
+    work: GroupRequest
     trace: Trace
     entered: float
     since: float = 0.0
@@ -71,17 +71,17 @@ class Call:
 
 
 @dataclass(eq=False)
-class Seat:
+class WorkerSlot:
     """One worker's place; the worker changes when it had to be replaced."""
 
     name: str
-    staff: Staff
+    workers: WorkerGroup
     worker: Worker | None = None
     call: Call | None = None
     ready: bool = False
     revision: Revision | None = None
-    items: list[Item] = field(default_factory=list)
-    deaths: int = 0
+    items: list[InFlight] = field(default_factory=list)
+    restarts: int = 0
     """In a row, without a group finished in between."""
     busy_s: float = 0.0
     busy_since: float | None = None
@@ -94,31 +94,31 @@ class Seat:
 
     def state(self) -> str:
         if not self.ready:
-            return "restarting" if self.deaths else "starting"
+            return "restarting" if self.restarts else "starting"
         return f"{len(self.items)} running" if self.items else "idle"
 
 
 @dataclass(eq=False)
-class Stage:
+class WorkerStage:
     """A queue of groups and the workers that take from it."""
 
-    seats: list[Seat]
-    payload: Callable[[Item], Any]
-    finish: Callable[[Item, Any], None]
-    give_up: Callable[[Item, str], None]
+    slots: list[WorkerSlot]
+    payload: Callable[[InFlight], Any]
+    finish: Callable[[InFlight, Any], None]
+    give_up: Callable[[InFlight, str], None]
     """What becomes of a group that no worker could finish, with the reason."""
-    waiting: deque[Item] = field(default_factory=deque)
+    waiting: deque[InFlight] = field(default_factory=deque)
 
 
-def seats_of(staff: Staff) -> list[Seat]:
-    return [Seat(f"{staff.name} {number}", staff) for number in range(1, staff.count + 1)]
+def slots_of(workers: WorkerGroup) -> list[WorkerSlot]:
+    return [WorkerSlot(f"{workers.name} {number}", workers) for number in range(1, workers.count + 1)]
 
 
-def due(seat: Seat) -> float | None:
+def deadline(slot: WorkerSlot) -> float | None:
     """When this worker has to have done something, at the latest."""
-    if seat.call is not None and not seat.ready:
-        return seat.call.since + START_S
-    limit = seat.staff.deadline_s
-    if limit is None or seat.call is None:
+    if slot.call is not None and not slot.ready:
+        return slot.call.since + START_S
+    limit = slot.workers.deadline_s
+    if limit is None or slot.call is None:
         return None
-    return min([seat.call.since + limit, *(item.since + limit for item in seat.items)])
+    return min([slot.call.since + limit, *(item.since + limit for item in slot.items)])

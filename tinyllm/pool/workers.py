@@ -35,7 +35,7 @@ class Worker(Protocol):
 
 
 @dataclass(frozen=True)
-class Staff:
+class WorkerGroup:
     """Workers of one kind."""
 
     name: str

@@ -24,7 +24,7 @@ _V = TypeVar("_V")
 
 
 @dataclass(frozen=True)
-class Rules:
+class BatchRules:
     """How rollouts become a batch: the resolved part of the configuration."""
 
     baseline: str
@@ -41,7 +41,7 @@ class Rules:
     """Whether rows of advantage 0 have a gradient too (a KL term)."""
 
     @classmethod
-    def of(cls, config: GRPOConfig) -> Rules:
+    def of(cls, config: GRPOConfig) -> BatchRules:
         preset, chosen, train = PRESETS[config.objective.preset], config.objective, config.train
         return cls(
             baseline=pick(chosen.baseline, preset.baseline),
@@ -108,13 +108,13 @@ class Batch:
         return self.revision is None or all(span.revision == self.revision for span in spans)
 
 
-def has_signal(group: Group, rules: Rules) -> bool:
+def has_signal(group: Group, rules: BatchRules) -> bool:
     """Whether the members of a group were judged differently: only then its advantages are not all 0."""
     values = {r.reward for r in group.rollouts if _counted(r, rules)}
     return len(values) > 1
 
 
-def make_batch(groups: Sequence[Group], rules: Rules) -> Batch:
+def make_batch(groups: Sequence[Group], rules: BatchRules) -> Batch:
     """Advantages and micro-batches of a step's groups."""
     if rules.dynamic_sampling:
         groups = [g for g in groups if has_signal(g, rules)][: rules.prompts_per_step]
@@ -135,13 +135,13 @@ def make_batch(groups: Sequence[Group], rules: Rules) -> Batch:
         advantages=advantages,
         trained=trained,
         denominator=step_denominator(mask, rules.aggregate, rules.constant_length),  # type: ignore[arg-type]
-        microbatches=cut(
+        microbatches=split_microbatches(
             prompts, rollouts, [(row,) for row in live.nonzero()[:, 0].tolist()], rules.tokens_per_microbatch
         ),
     )
 
 
-def shaped_rewards(group: Group, rules: Rules) -> list[float]:
+def shaped_rewards(group: Group, rules: BatchRules) -> list[float]:
     """A group's rewards: NaN for rows left out, less the overlong penalty where the verdicts differ.
 
     Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to L - buffer tokens, then falling to -1 at L.
@@ -156,14 +156,14 @@ def shaped_rewards(group: Group, rules: Rules) -> list[float]:
     return [r - max(0.0, (n - start) / buffer) for r, n in zip(rewards, lengths, strict=True)]
 
 
-def _counted(rollout: Rollout, rules: Rules) -> bool:
+def _counted(rollout: Rollout, rules: BatchRules) -> bool:
     """Whether a rollout takes part in its group: scored, and not truncated when truncated ones are masked."""
     if math.isnan(rollout.reward):
         return False
     return not (rules.mask_truncated and rollout.completion.finish_reason == "length")
 
 
-def cut(
+def split_microbatches(
     prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], units: Sequence[tuple[int, ...]], budget: int
 ) -> tuple[tuple[int, ...], ...]:
     """Cuts rows, in order, into micro-batches of at most `budget` distinct prefixes (what a pass really computes).
@@ -189,7 +189,7 @@ def cut(
     return tuple(parts)
 
 
-def deal(batch: Batch, ranks: int) -> list[list[tuple[int, ...]]]:
+def assign_to_ranks(batch: Batch, ranks: int) -> list[list[tuple[int, ...]]]:
     """The micro-batches of each rank: as many for all, () where there is none left; passes side by side are alike.
 
     Where there are fewer than ranks, the largest are cut between groups.

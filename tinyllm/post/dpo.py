@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinyllm.errors import ConfigError
-from tinyllm.post.batch import Batch, cut
+from tinyllm.post.batch import Batch, split_microbatches
 from tinyllm.records import Group
 
 
@@ -103,7 +103,9 @@ class DPOObjective:
             advantages=sides,
             trained=torch.ones(len(rollouts), dtype=torch.bool),
             denominator=float(len(groups)),
-            microbatches=cut(prompts, rollouts, [(2 * i, 2 * i + 1) for i in range(len(groups))], self.budget),
+            microbatches=split_microbatches(
+                prompts, rollouts, [(2 * i, 2 * i + 1) for i in range(len(groups))], self.budget
+            ),
         )
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tinyllm.config.sections import Config, GRPOConfig
-from tinyllm.post.batch import Batch, Rules, make_batch, objective_axes, padded
+from tinyllm.post.batch import Batch, BatchRules, make_batch, objective_axes, padded
 from tinyllm.post.dpo import DPOObjective
 from tinyllm.post.grpo import ObjectiveStats, clipped_objective
 from tinyllm.post.sft import SFTObjective
@@ -73,7 +73,7 @@ class GRPOObjective:
     empty = ObjectiveStats()
 
     def __init__(self, config: GRPOConfig) -> None:
-        self.axes, self.rules = objective_axes(config), Rules.of(config)
+        self.axes, self.rules = objective_axes(config), BatchRules.of(config)
         self.temperature = config.sampling.temperature
         self.updates_per_batch = config.train.updates_per_batch
         self.needs_reference = self.axes["beta"] > 0

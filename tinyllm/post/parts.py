@@ -21,7 +21,7 @@ import torch
 from tinyllm.callbacks import Callback, Interrupted, RunInfo, RunResult
 from tinyllm.config.io import to_dict
 from tinyllm.distributed.fsdp import Sharded, shard
-from tinyllm.distributed.ranks import Ranks, here
+from tinyllm.distributed.ranks import Ranks, current_ranks
 from tinyllm.engine.head import score
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.probe import probe
@@ -53,8 +53,8 @@ class Parts(ABC):
     """Judges completions; None where rewards are given."""
 
     def __init__(self, config: Any, callbacks: Sequence[Callback]) -> None:
-        self.ranks = here()
-        self.config, self.callbacks = config, callbacks if self.ranks.leads else ()
+        self.ranks = current_ranks()
+        self.config, self.callbacks = config, callbacks if self.ranks.is_main else ()
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         self.phase("reading the data")
@@ -269,19 +269,19 @@ class Parts(ABC):
         self._save_model(run, "model")
         if trainer.progress.best_step == trainer.progress.step:  # then model/ is the best, and best/ an older one
             shutil.rmtree(run.path / "best", ignore_errors=True)
-        self.ranks.lead(run.checkpoints.wait)
+        self.ranks.on_main(run.checkpoints.wait)
         evals = run.metrics("eval")
         return RunResult(
             run_dir=run.path,
             before=evals[0] if evals else None,
             after=evals[-1] if evals else None,
-            plot=self.ranks.lead(lambda: write_report(run)),
+            plot=self.ranks.on_main(lambda: write_report(run)),
             model_dir=run.path / "model",
             best_step=trainer.progress.best_step,
         )
 
     def _save_model(self, run: RunDir, name: str) -> None:
-        self.ranks.lead(lambda: models.save_model(self.policy.model, self.tokenizer, run.path / name))
+        self.ranks.on_main(lambda: models.save_model(self.policy.model, self.tokenizer, run.path / name))
 
 
 def _agreed(ranks: Ranks, evaluate: Evaluate) -> Evaluate:

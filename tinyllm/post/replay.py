@@ -103,7 +103,7 @@ def replay(
                 break
         if divergence is None and player.compare:
             divergence = player.final_model(last)
-        written = None if player.compare else parts.ranks.lead(lambda: player.write_what_if(objective, reward))
+        written = None if player.compare else parts.ranks.on_main(lambda: player.write_what_if(objective, reward))
     finally:
         parts.close()
     now = parts.manifest()
@@ -202,7 +202,7 @@ class _Player:
         if found := self._verified(step, groups, judged):
             return found
         batch, result, revision = self._train(step, groups)
-        if self.parts.ranks.leads and not self.run.derived_path(step).exists():
+        if self.parts.ranks.is_main and not self.run.derived_path(step).exists():
             self.run.write_derived(step, *derived_columns(batch, result))
         return self._compared(step, batch, result, revision)
 

@@ -13,7 +13,7 @@ from tinyllm import rewards, tasks
 from tinyllm.callbacks import Callback, RunResult
 from tinyllm.config.io import make_config
 from tinyllm.config.sections import Config, GRPOConfig
-from tinyllm.distributed.ranks import here, several
+from tinyllm.distributed.ranks import current_ranks, several
 from tinyllm.distributed.shared_run import shared_run
 from tinyllm.engine.engine import Engine
 from tinyllm.engine.remote.served import ServedEngine
@@ -22,7 +22,7 @@ from tinyllm.model import models
 from tinyllm.pool.judging import OneAtATime
 from tinyllm.pool.ray_workers import require_ray
 from tinyllm.pool.source import Pool, PoolSource, is_pooled
-from tinyllm.post.batch import Rules
+from tinyllm.post.batch import BatchRules
 from tinyllm.post.evaluation import evaluator
 from tinyllm.post.examples import ExampleParts
 from tinyllm.post.parts import Parts
@@ -42,9 +42,9 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None, callbacks
     reward: a reward function as a Python object, instead of config.reward.functions. Raises the errors of errors.py:
     before any work for a user's mistake, later with everything saved.
     """
-    ranks = here()
+    ranks = current_ranks()
     # Before anything is loaded
-    path = ranks.lead(lambda: RunDir.require_free(Path(config.run.dir) if config.run.dir else new_run_path()))
+    path = ranks.on_main(lambda: RunDir.require_free(Path(config.run.dir) if config.run.dir else new_run_path()))
     parts = make_parts(config, reward, callbacks)
     try:
         manifest = parts.manifest()
@@ -67,7 +67,7 @@ def resume(
     engine: options of this section that are others now, as {"urls": ("http://127.0.0.1:8001",)}; the record keeps
     those of the start.
     """
-    ranks = here()
+    ranks = current_ranks()
     with shared_run(ranks, lambda: RunDir.open(path)) as run:
         parts = make_parts(make_config(run.config, engine=engine) if engine else run.config, reward, callbacks)
         try:
@@ -83,7 +83,7 @@ def resume(
                 run.leave_lines(progress.step, ranks.count)
                 return run.take_recorded(progress.step)
 
-            return parts.train(run, progress, ranks.lead(recorded))
+            return parts.train(run, progress, ranks.on_main(recorded))
         finally:
             parts.close()
 
@@ -205,7 +205,7 @@ class GRPOParts(Parts):
 
     def _take_recorded(self, run: RunDir, order: PromptOrder, recorded: Sequence[int], after: int) -> None:
         """Moves the order on past what the record has: with refills and a lag there are gaps, so all steps count."""
-        gaps = self.config.pool.max_lag and Rules.of(self.config).dynamic_sampling
+        gaps = self.config.pool.max_lag and BatchRules.of(self.config).dynamic_sampling
         if gaps:
             order.position = 0
         for step in (*(range(1, after + 1) if gaps else ()), *recorded):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyllm.post.batch import Batch, cut, padded
+from tinyllm.post.batch import Batch, padded, split_microbatches
 from tinyllm.records import Group
 
 
@@ -63,7 +63,7 @@ class SFTObjective:
             advantages=ones,
             trained=ones.bool(),
             denominator=float(sum(len(r.completion.token_ids) for r in rollouts)),
-            microbatches=cut(prompts, rollouts, [(row,) for row in range(len(rollouts))], self.budget),
+            microbatches=split_microbatches(prompts, rollouts, [(row,) for row in range(len(rollouts))], self.budget),
         )
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:

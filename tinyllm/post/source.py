@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tinyllm.config.sections import GRPOConfig, TrainConfig
 from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.errors import TrainingStopped
-from tinyllm.post.batch import Rules, has_signal
+from tinyllm.post.batch import BatchRules, has_signal
 from tinyllm.post.grpo import collect_groups
 from tinyllm.records import Completion, Group, Prompt, Revision, SamplingParams, Verdict
 from tinyllm.rewards.functions import Logged
@@ -118,12 +118,12 @@ class Logbook:
             self.logged.metrics[name] = sum(self._numbers[name]) / len(self._numbers[name])
 
 
-def missing_groups(groups: Sequence[Group], rules: Rules, train: TrainConfig) -> int:
+def missing_groups(groups: Sequence[Group], rules: BatchRules, train: TrainConfig) -> int:
     """How many further groups a step with dynamic sampling needs."""
     return max(0, train.prompts_per_step - sum(has_signal(g, rules) for g in groups))
 
 
-def require_signal(step: int, groups: Sequence[Group], rules: Rules, train: TrainConfig) -> None:
+def require_signal(step: int, groups: Sequence[Group], rules: BatchRules, train: TrainConfig) -> None:
     """Raises TrainingStopped when none of a step's groups, refills included, has something to learn from."""
     if not any(has_signal(g, rules) for g in groups):
         raise TrainingStopped(
@@ -155,7 +155,7 @@ class InlineSource:
     ) -> None:
         self.engine, self.order, self.params, self.verify = engine, order, params, verify
         self.ranks = ranks
-        self.train, self.rules = config.train, Rules.of(config)
+        self.train, self.rules = config.train, BatchRules.of(config)
         self.first_step, self.on_phase = first_step, on_phase
         self.seconds: dict[str, float] = {}
         self._book = Logbook()

@@ -26,7 +26,7 @@ from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.engine.head import Targets, pack_targets, score
 from tinyllm.engine.policy import Policy
 from tinyllm.errors import TrainingStopped
-from tinyllm.post.batch import Batch, deal
+from tinyllm.post.batch import Batch, assign_to_ranks
 from tinyllm.post.objectives import objective_of
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.record.hashing import hash_json, hash_tensor, hash_tensors
@@ -114,7 +114,7 @@ class Updater:
     ) -> UpdateResult:
         loss, entropy_sum, entropy_count, stats = 0.0, 0.0, 0, self.objective.empty
         trouble = None
-        for rows in deal(batch, self.ranks.count)[self.ranks.rank]:
+        for rows in assign_to_ranks(batch, self.ranks.count)[self.ranks.rank]:
             if not rows:
                 self._idle(batch)
                 continue

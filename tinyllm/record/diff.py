@@ -44,7 +44,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunDiff:
     """What compare_runs found."""
 
     names: tuple[str, str]
@@ -77,13 +77,13 @@ class Comparison:
         return lines
 
 
-def compare_runs(first: RunDir, second: RunDir) -> Comparison:
+def compare_runs(first: RunDir, second: RunDir) -> RunDiff:
     """Compare two runs step by step until they part. Raises RunError for a record that cannot be read."""
     conditions = [c for c in compare_manifests(first.manifest, second.manifest) if c[0] not in NO_CONDITION]
     tables = _by_step(first), _by_step(second)
     steps = _last_trained(tables[0]), _last_trained(tables[1])
     difference = next(_differences(first, second, tables), None)
-    return Comparison((str(first.path), str(second.path)), conditions, difference, steps)
+    return RunDiff((str(first.path), str(second.path)), conditions, difference, steps)
 
 
 _Table = dict[tuple[str, int], dict[str, Any]]

@@ -43,7 +43,7 @@ MAX_TEXT_CHARS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Probe:
+class SelfTest:
     """A text whose verdict is known beforehand: a self-test of a row, or an attack."""
 
     name: str
@@ -75,7 +75,7 @@ class Verifier(ABC):
         """Why the text has no answer that can be judged, in words; "" when it has one."""
         return ""
 
-    def probes(self, row: Row) -> list[Probe]:
+    def probes(self, row: Row) -> list[SelfTest]:
         """Self-tests of the row beyond those every family has (empty text, the prompt): gold as an answer, wrong
         gold."""
         return []

@@ -20,7 +20,7 @@ from tinyllm.errors import RewardError
 from tinyllm.records import Completion, Prompt, Verdict
 from tinyllm.rewards import functions
 from tinyllm.rewards.base import Verifier, build, is_family, verify
-from tinyllm.rewards.pool import START_S, Job, Pool
+from tinyllm.rewards.pool import START_S, VerifierPool, VerifyTask
 from tinyllm.rewards.selftest import Passed, row_fault
 from tinyllm.rewards.text.extract import RULES, Region
 from tinyllm.rewards.text.format import FormatVerifier
@@ -34,7 +34,7 @@ PROBES = 6
 
 
 @dataclass(frozen=True)
-class Part:
+class RewardPart:
     """One term of the reward."""
 
     name: str
@@ -43,7 +43,7 @@ class Part:
     """A verifier; a function of this process; or "module:function", which runs in the pool."""
 
 
-def make_parts(reward: RewardConfig, task_verifier: str | None) -> list[Part]:
+def make_parts(reward: RewardConfig, task_verifier: str | None) -> list[RewardPart]:
     """The terms of the reward, in order. Raises RewardError naming the field, the value and the remedy."""
     specs: list[Any] = list(reward.functions)
     weights = list(reward.weights) or [1.0] * max(1, len(specs))
@@ -59,19 +59,21 @@ def make_parts(reward: RewardConfig, task_verifier: str | None) -> list[Part]:
         raise RewardError(f"reward.weights has {len(weights)} numbers for {len(specs)} functions; give one each")
     if not all(map(math.isfinite, weights)):
         raise RewardError(f"reward.weights = {weights}; give finite numbers")
-    parts: list[Part] = []
+    parts: list[RewardPart] = []
     for spec, weight in zip(specs, weights, strict=True):
         judge = _judge(spec)
         name = judge.rpartition(":")[2] if isinstance(judge, str) else getattr(judge, "__name__", type(judge).__name__)
         if isinstance(judge, Verifier):
             name = "correct" if not any(part.name == "correct" for part in parts) else judge.family
         taken = [part.name for part in parts]
-        parts.append(Part(next(unique for unique in _names(name) if unique not in taken), weight, judge))
+        parts.append(RewardPart(next(unique for unique in _names(name) if unique not in taken), weight, judge))
     main = parts[0].judge
     text = isinstance(main, Region)
     if reward.format_weight or (text and not reward.functions):
         tags = main.tags if isinstance(main, Region) and main.rule == "exact_format" else ("answer",)
-        parts.append(Part("format", reward.format_weight, FormatVerifier(rule="exact_format", tags=tags, gold=None)))
+        parts.append(
+            RewardPart("format", reward.format_weight, FormatVerifier(rule="exact_format", tags=tags, gold=None))
+        )
     return parts
 
 
@@ -114,11 +116,13 @@ class Verify:
     worker processes with a time limit; functions given as Python objects run here, without one.
     """
 
-    def __init__(self, parts: Sequence[Part], timeout_s: float = 10.0, workers: int = 2, combine: str = "sum") -> None:
+    def __init__(
+        self, parts: Sequence[RewardPart], timeout_s: float = 10.0, workers: int = 2, combine: str = "sum"
+    ) -> None:
         self.parts = tuple(parts)
         self.timeout_s = timeout_s
         self.combine = combine
-        self.pool = Pool(workers) if any(_in_pool(part) for part in self.parts) else None
+        self.pool = VerifierPool(workers) if any(_in_pool(part) for part in self.parts) else None
         self.logged = functions.Logged()
         """What reward functions logged in the last call: metrics by "function/name", extras by column."""
 
@@ -153,12 +157,16 @@ class Verify:
         for number, part in enumerate(self.parts):
             if isinstance(part.judge, str):
                 assert self.pool
-                empty = {"kind": "call", "name": part.name, "batch": functions.Batch([], [], [], [], [], 0).__dict__}
-                self.pool.run([Job(part.judge, empty, START_S, tuple(columns), pin=number)])
+                empty = {
+                    "kind": "call",
+                    "name": part.name,
+                    "batch": functions.RewardBatch([], [], [], [], [], 0).__dict__,
+                }
+                self.pool.run([VerifyTask(part.judge, empty, START_S, tuple(columns), pin=number)])
             elif not isinstance(part.judge, Verifier):
                 functions.check_columns(part.judge, part.name, columns)
 
-    def _local(self, part: Part, pairs: Sequence[tuple[Prompt, Completion]], step: int) -> list[Verdict]:
+    def _local(self, part: RewardPart, pairs: Sequence[tuple[Prompt, Completion]], step: int) -> list[Verdict]:
         judge = part.judge
         if isinstance(judge, Verifier):
             return [_unfinished(judge, done) or verify(judge, prompt.row, done.text) for prompt, done in pairs]
@@ -166,13 +174,13 @@ class Verify:
         return functions.call(judge, part.name, _batch(pairs, step), self.logged)
 
     def _remote(
-        self, parts: Sequence[Part], pairs: Sequence[tuple[Prompt, Completion]], step: int
+        self, parts: Sequence[RewardPart], pairs: Sequence[tuple[Prompt, Completion]], step: int
     ) -> list[list[Verdict]]:
         """The verdicts of the parts that run in the pool, all parts at once."""
         if not parts or not pairs:
             return [[] for _ in parts]
         assert self.pool
-        jobs: list[Job] = []
+        jobs: list[VerifyTask] = []
         for number, part in enumerate(parts):
             if isinstance(part.judge, Verifier):
                 finished = [(prompt, done) for prompt, done in pairs if not _unfinished(part.judge, done)]
@@ -191,8 +199,8 @@ class Verify:
         return columns
 
     def _function_job(
-        self, part: Part, pairs: Sequence[tuple[Prompt, Completion]], step: int, number: int, pinned: bool = True
-    ) -> Job:
+        self, part: RewardPart, pairs: Sequence[tuple[Prompt, Completion]], step: int, number: int, pinned: bool = True
+    ) -> VerifyTask:
         batch = _batch(pairs, step)
         message = {
             "kind": "call",
@@ -200,9 +208,9 @@ class Verify:
             "batch": {**batch.__dict__, "rows": [dict(row) for row in batch.rows]},
         }
         columns = tuple(dict.fromkeys(name for row in batch.rows for name in row if name != "prompt"))
-        return Job(part.judge, message, self.timeout_s, columns, retry=False, pin=number if pinned else None)
+        return VerifyTask(part.judge, message, self.timeout_s, columns, retry=False, pin=number if pinned else None)
 
-    def _function_verdicts(self, result: dict[str, Any], singles: Sequence[Job]) -> list[Verdict]:
+    def _function_verdicts(self, result: dict[str, Any], singles: Sequence[VerifyTask]) -> list[Verdict]:
         """A batch that ran out of time (or killed its worker) is called again completion by completion, to find
         which."""
         assert self.pool
@@ -259,7 +267,7 @@ def verdict_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
     }
 
 
-def _in_pool(part: Part) -> bool:
+def _in_pool(part: RewardPart) -> bool:
     return isinstance(part.judge, str) or (isinstance(part.judge, Verifier) and not part.judge.in_process)
 
 
@@ -268,18 +276,18 @@ def _unfinished(verifier: Verifier, completion: Completion) -> Verdict | None:
     return Verdict(0.0) if cut else None
 
 
-def _verify_job(verifier: Verifier, row: Mapping[str, Any], text: str, timeout_s: float) -> Job:
+def _verify_job(verifier: Verifier, row: Mapping[str, Any], text: str, timeout_s: float) -> VerifyTask:
     message = {"kind": "verify", "row": dict(row), "text": text}
-    return Job(verifier.spec, message, max(timeout_s, verifier.time_limit(row)))
+    return VerifyTask(verifier.spec, message, max(timeout_s, verifier.time_limit(row)))
 
 
 def _verdict(result: dict[str, Any]) -> Verdict:
     return Verdict(None, result["failed"]) if "failed" in result else from_json(result["verdicts"][0])
 
 
-def _batch(pairs: Sequence[tuple[Prompt, Completion]], step: int) -> functions.Batch:
+def _batch(pairs: Sequence[tuple[Prompt, Completion]], step: int) -> functions.RewardBatch:
     chats = [isinstance(prompt.row.get("prompt"), (list, tuple)) for prompt, _ in pairs]
-    return functions.Batch(
+    return functions.RewardBatch(
         ids=[prompt.id for prompt, _ in pairs],
         prompts=[prompt.row.get("prompt", prompt.text) for prompt, _ in pairs],
         completions=[
@@ -330,11 +338,11 @@ def _row_faults(verifier: Verifier, rows: Sequence[Mapping[str, Any]], reward: R
     new = [index for index, row in enumerate(rows) if row not in passed]
     if not new:
         return faults
-    pool = Pool(reward.workers)
+    pool = VerifierPool(reward.workers)
     try:
         limits = [PROBES * max(reward.timeout_s, verifier.time_limit(rows[index])) for index in new]
         messages = [{"kind": "fault", "row": dict(rows[index])} for index in new]
-        jobs = [Job(verifier.spec, message, limit) for message, limit in zip(messages, limits, strict=True)]
+        jobs = [VerifyTask(verifier.spec, message, limit) for message, limit in zip(messages, limits, strict=True)]
         results = pool.run(jobs)
     finally:
         pool.close()
@@ -345,7 +353,11 @@ def _row_faults(verifier: Verifier, rows: Sequence[Mapping[str, Any]], reward: R
 
 
 def pool_verdicts(
-    pool: Pool, verifier: Verifier, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], timeout_s: float = 10.0
+    pool: VerifierPool,
+    verifier: Verifier,
+    rows: Sequence[Mapping[str, Any]],
+    texts: Sequence[str],
+    timeout_s: float = 10.0,
 ) -> list[Verdict]:
     """One verdict per (row, text), in order, from the pool's workers."""
     jobs = [_verify_job(verifier, row, text, timeout_s) for row, text in zip(rows, texts, strict=True)]

@@ -39,7 +39,7 @@ RESERVED = ("prompt", "prompt_id", "draw", "sample", "step", "text", "completion
 
 
 @dataclass
-class Batch:
+class RewardBatch:
     """What reward functions are called with. All lists have one element per completion."""
 
     ids: list[str]
@@ -128,7 +128,7 @@ def check_columns(function: Callable[..., Any], name: str, columns: Sequence[str
             )
 
 
-def call(function: Callable[..., Any], name: str, batch: Batch, logged: Logged) -> list[Verdict]:
+def call(function: Callable[..., Any], name: str, batch: RewardBatch, logged: Logged) -> list[Verdict]:
     """One verdict per completion of the batch, in order; the function is called once.
 
     Raises RewardError when it breaks its contract: not a list, a wrong count, a text instead of a number.
@@ -175,7 +175,7 @@ def score(value: Any, name: str, prompt_id: str) -> Verdict:
     )
 
 
-def _arguments(function: Callable[..., Any], name: str, batch: Batch, logged: Logged) -> dict[str, Any]:
+def _arguments(function: Callable[..., Any], name: str, batch: RewardBatch, logged: Logged) -> dict[str, Any]:
     count = len(batch.completions)
 
     def log_extra(column: str, values: Sequence[Any]) -> None:

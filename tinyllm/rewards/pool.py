@@ -34,7 +34,7 @@ MAX_MESSAGE = 1 << 28
 
 
 @dataclass(frozen=True)
-class Job:
+class VerifyTask:
     """One piece of work for one worker."""
 
     spec: Any
@@ -63,7 +63,7 @@ class _Worker:
     buffer: bytearray = field(default_factory=bytearray)
 
 
-class Pool:
+class VerifierPool:
     """workers processes; timeout and memory (bytes of private memory each) are enforced from here."""
 
     def __init__(self, workers: int = 2, memory: int | None = None) -> None:
@@ -74,7 +74,7 @@ class Pool:
         self._closed = False
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
-    def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    def run(self, jobs: Sequence[VerifyTask]) -> list[dict[str, Any]]:
         """The result of each job, in order: what the worker answered, or {"failed": why}.
 
         Raises RewardError when a job breaks its contract (its function or verifier cannot be built, a wrong count), and
@@ -101,7 +101,11 @@ class Pool:
             _kill_all(self._workers)
 
     def _round(
-        self, jobs: Sequence[Job], indices: Sequence[int], results: list[dict[str, Any] | None], last: bool = False
+        self,
+        jobs: Sequence[VerifyTask],
+        indices: Sequence[int],
+        results: list[dict[str, Any] | None],
+        last: bool = False,
     ) -> list[int]:
         """Run these jobs; returns those to be tried again."""
         waiting = deque(indices)
@@ -140,7 +144,7 @@ class Pool:
                     finish(job, {"failed": f"timed out {late}" if late else f"timed out after {seconds:g} s"})
         return again
 
-    def _dispatch(self, jobs: Sequence[Job], waiting: deque[int]) -> None:
+    def _dispatch(self, jobs: Sequence[VerifyTask], waiting: deque[int]) -> None:
         for slot, worker in enumerate(self._workers):
             pins = {index: jobs[index].pin for index in waiting}
             mine = [index for index, pin in pins.items() if pin is None or pin % len(self._workers) == slot]
@@ -165,7 +169,7 @@ class Pool:
         )
         return _Worker(process, time.monotonic() + START_S)
 
-    def _send(self, worker: _Worker, job: Job) -> None:
+    def _send(self, worker: _Worker, job: VerifyTask) -> None:
         worker.preparing = job.key not in worker.prepared
         message: dict[str, Any] = (
             {"kind": "prepare", "spec": job.spec, "columns": job.columns} if worker.preparing else job.message
@@ -179,7 +183,7 @@ class Pool:
             pass  # its end is seen where its output is read
         worker.deadline = time.monotonic() + seconds
 
-    def _receive(self, worker: _Worker, jobs: Sequence[Job]) -> list[tuple[int, dict[str, Any]]]:
+    def _receive(self, worker: _Worker, jobs: Sequence[VerifyTask]) -> list[tuple[int, dict[str, Any]]]:
         """Read what a worker wrote; returns (job, result) when it finished one, or died over one."""
         import json
 

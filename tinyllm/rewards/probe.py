@@ -80,7 +80,7 @@ class Attack:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeFinding:
     """What one attack earned over the probed rows."""
 
     name: str
@@ -96,7 +96,7 @@ class Finding:
         return self.paid > 0 if self.informed else self.paid > CHANCE * self.rows
 
 
-def probe(verify: Verify, prompts: Sequence[Prompt], rows: int = ROWS) -> list[Finding]:
+def probe(verify: Verify, prompts: Sequence[Prompt], rows: int = ROWS) -> list[ProbeFinding]:
     """Every attack on up to `rows` prompts, spread over them; findings in the order of the attacks."""
     step = max(1, len(prompts) // rows)
     chosen = [replace(prompt, draw=0) for prompt in prompts[::step][:rows]]
@@ -111,7 +111,7 @@ def probe(verify: Verify, prompts: Sequence[Prompt], rows: int = ROWS) -> list[F
             paid = value is not None and value > 0 and value >= top / 2
             earned.setdefault((attack.name, attack.informed), []).append((paid, attack.text))
     return [
-        Finding(
+        ProbeFinding(
             name,
             informed,
             len(hits),
@@ -124,7 +124,7 @@ def probe(verify: Verify, prompts: Sequence[Prompt], rows: int = ROWS) -> list[F
 
 def probe_before_training(
     reward: RewardConfig, data: Any, allowed: Sequence[str] = (), rows: int = ROWS
-) -> list[Finding]:
+) -> list[ProbeFinding]:
     """Probe the verifiers of a run (not its reward functions: their calls count). `allowed`: attacks that may pay.
 
     Raises RewardError naming the attacks that pay, and how to go on.

@@ -16,7 +16,7 @@ from typing import Any
 from tinyllm.errors import DataError
 from tinyllm.model.bundled import cache_folder
 from tinyllm.record.hashing import hash_bytes, hash_json
-from tinyllm.rewards.base import Probe, Row, Verifier, verify
+from tinyllm.rewards.base import Row, SelfTest, Verifier, verify
 
 
 def row_fault(verifier: Verifier, row: Row) -> str | None:
@@ -36,13 +36,13 @@ def row_fault(verifier: Verifier, row: Row) -> str | None:
     return None
 
 
-def probes(verifier: Verifier, row: Mapping[str, Any]) -> list[Probe]:
+def probes(verifier: Verifier, row: Mapping[str, Any]) -> list[SelfTest]:
     """All self-tests of a row."""
     prompt = row.get("prompt", "")
     if isinstance(prompt, list):
         prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-    echo = [Probe("the prompt itself", str(prompt), 0)] if verifier.prompt_fails else []
-    return [Probe("empty text", "", 0), *echo, *verifier.probes(row)]
+    echo = [SelfTest("the prompt itself", str(prompt), 0)] if verifier.prompt_fails else []
+    return [SelfTest("empty text", "", 0), *echo, *verifier.probes(row)]
 
 
 class Passed:

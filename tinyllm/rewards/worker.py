@@ -104,7 +104,7 @@ def _fault(verifier: Verifier, row: dict[str, Any]) -> str | None:
 
 def _call(function: Callable[..., Any], job: dict[str, Any]) -> dict[str, Any]:
     logged = functions.Logged()
-    verdicts = functions.call(function, job["name"], functions.Batch(**job["batch"]), logged)
+    verdicts = functions.call(function, job["name"], functions.RewardBatch(**job["batch"]), logged)
     extras = {name: [_plain(value) for value in values] for name, values in logged.extras.items()}
     return {"verdicts": [to_json(verdict) for verdict in verdicts], "metrics": logged.metrics, "extras": extras}
 

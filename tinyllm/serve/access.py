@@ -7,7 +7,7 @@ import ipaddress
 import os
 
 from tinyllm.errors import ConfigError
-from tinyllm.serve.fields import Refused
+from tinyllm.serve.fields import APIError
 
 API_KEY, ADMIN_KEY = "TINYLLM_API_KEY", "TINYLLM_ADMIN_KEY"
 
@@ -25,7 +25,7 @@ class Access:
     def check(self, authorization: bytes, *, admin: bool, path: str) -> None:
         """Raises Refused: 401 for a wrong API key, 403 for a wrong admin key, 404 where there are no admin routes."""
         if admin and self._admin is None:
-            raise Refused(
+            raise APIError(
                 f"{path} does not exist: this server has no admin key (start it with --admin-key or {ADMIN_KEY})",
                 status=404,
                 code="no_admin_key",
@@ -34,7 +34,7 @@ class Access:
         given = given.strip() if scheme.lower() == b"bearer" else b""
         is_admin = self._admin is not None and hmac.compare_digest(given, self._admin)
         if admin and not is_admin:
-            raise Refused(
+            raise APIError(
                 f"{path} needs the admin key; send the header Authorization: Bearer KEY",
                 status=403,
                 kind="permission_error",
@@ -42,7 +42,7 @@ class Access:
             )
         is_user = self._api is None or hmac.compare_digest(given, self._api)
         if not (is_admin or is_user):
-            raise Refused(
+            raise APIError(
                 "the API key is missing or wrong; send the header Authorization: Bearer KEY",
                 status=401,
                 kind="authentication_error",

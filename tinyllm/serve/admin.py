@@ -24,10 +24,10 @@ from tinyllm.errors import TinyLLMError
 from tinyllm.model.memory import in_brief_thread
 from tinyllm.records import Revision
 from tinyllm.serve import fields, weights
-from tinyllm.serve.fields import Refused, one_of, parse_object
+from tinyllm.serve.fields import APIError, one_of, parse_object
 from tinyllm.serve.metrics import Metrics
 from tinyllm.serve.replies import read_body, reply
-from tinyllm.serve.worker import Worker
+from tinyllm.serve.worker import EngineThread
 
 ADMIN_PATHS = frozenset({"/is_paused", "/pause", "/resume", "/update_weights_from_disk"})
 """What needs the admin key."""
@@ -58,10 +58,10 @@ def _path(name: str, value: Any) -> str:
     return value
 
 
-class Admin:
+class AdminRoutes:
     """Which weights run, under which name, and their changes; one at a time."""
 
-    def __init__(self, policy: Policy, worker: Worker, metrics: Metrics) -> None:
+    def __init__(self, policy: Policy, worker: EngineThread, metrics: Metrics) -> None:
         self.policy, self.worker, self.metrics = policy, worker, metrics
         self.started = int(time.time())
         self._labels: dict[Revision, str] = {}
@@ -105,7 +105,9 @@ class Admin:
         body = parse_object(await read_body(request, _BODY_BYTES))
         got = fields.read(body, {"model_path": _path, "weight_version": _label}, _NEUTRAL)
         if "model_path" not in got:
-            raise Refused("model_path is missing: a folder with *.safetensors on the server's disk", param="model_path")
+            raise APIError(
+                "model_path is missing: a folder with *.safetensors on the server's disk", param="model_path"
+            )
         async with self._one:
             # Once begun it ends, whether its caller waits or not.
             await asyncio.shield(asyncio.ensure_future(self._update(got)))
@@ -117,7 +119,7 @@ class Admin:
             new = await asyncio.to_thread(in_brief_thread, read)
         except TinyLLMError as error:
             self.metrics.updates.labels("refused").inc()
-            raise Refused(str(error), param="model_path", code="weights_refused") from None
+            raise APIError(str(error), param="model_path", code="weights_refused") from None
         label = got.get("weight_version")
 
         def write() -> None:  # between two steps, so what runs needs no pause of its own

@@ -15,9 +15,9 @@ from typing import Any
 from tinyllm.engine.scheduler import Sampled
 from tinyllm.records import Revision
 from tinyllm.serve.fields import to_json
-from tinyllm.serve.protocol import Asked
+from tinyllm.serve.protocol import CompletionParams
 from tinyllm.serve.text import TextStream
-from tinyllm.serve.worker import Done, Drawn
+from tinyllm.serve.worker import Drawn, Finished
 
 DONE = b"data: [DONE]\n\n"
 
@@ -37,12 +37,12 @@ class TokenNames:
         return name
 
 
-class Answer:
+class AnswerWriter:
     """What one request is answered with."""
 
     def __init__(
         self,
-        asked: Asked,
+        asked: CompletionParams,
         prompts: Sequence[tuple[int, ...]],
         model: str,
         names: TokenNames,
@@ -63,12 +63,12 @@ class Answer:
 
     # -- whole ----------------------------------------------------------------------------------------------------
 
-    def whole(self, done: dict[int, Done]) -> bytes:
+    def whole(self, done: dict[int, Finished]) -> bytes:
         """The body, given every choice."""
         choices = [self._choice(index, done[index]) for index in range(len(done))]
         return to_json({**self.head, "choices": choices, "usage": self.usage(done)})
 
-    def _choice(self, index: int, done: Done) -> dict[str, Any]:
+    def _choice(self, index: int, done: Finished) -> dict[str, Any]:
         sampled = done.sampled
         choice: dict[str, Any] = {"index": index}
         if self.asked.chat:
@@ -93,7 +93,7 @@ class Answer:
         spans = [{"version": self.label(s.revision), "start": s.start, "end": s.end} for s in sampled.spans]
         return {"weight_versions": spans}
 
-    def usage(self, done: dict[int, Done]) -> dict[str, int]:
+    def usage(self, done: dict[int, Finished]) -> dict[str, int]:
         """Each prompt counts once; the stop token counts."""
         prompt = sum(map(len, self.prompts))
         completion = sum(len(d.sampled.token_ids) for d in done.values())
@@ -101,7 +101,7 @@ class Answer:
 
     # -- in chunks ------------------------------------------------------------------------------------------------
 
-    def chunk(self, index: int, drawn: Sequence[Drawn], done: Done | None) -> bytes:
+    def chunk(self, index: int, drawn: Sequence[Drawn], done: Finished | None) -> bytes:
         """What further tokens of a choice, and perhaps its end, bring; empty when there is nothing to say yet."""
         stream = self._streams.get(index)
         if stream is None:
@@ -109,7 +109,7 @@ class Answer:
         choice = stream.next(drawn, done)
         return b'%s,"choices":[%s]}\n\n' % (self._lead, to_json(choice)) if choice else b""
 
-    def last_chunks(self, done: dict[int, Done]) -> bytes:
+    def last_chunks(self, done: dict[int, Finished]) -> bytes:
         """Usage, if asked for, and the end mark."""
         usage = event({**self.head, "choices": [], "usage": self.usage(done)}) if self.asked.include_usage else b""
         return usage + DONE
@@ -156,13 +156,13 @@ class Answer:
 class _ChoiceStream:
     """One choice, growing."""
 
-    def __init__(self, answer: Answer, index: int) -> None:
+    def __init__(self, answer: AnswerWriter, index: int) -> None:
         self.answer, self.index = answer, index
         self.text = TextStream(answer.names.tokenizer, answer.asked.stop)
         self.offset = 0
         self.begun = False
 
-    def next(self, drawn: Sequence[Drawn], done: Done | None) -> dict[str, Any] | None:
+    def next(self, drawn: Sequence[Drawn], done: Finished | None) -> dict[str, Any] | None:
         asked = self.answer.asked
         if done is None:
             text = self.text.push([d.token for d in drawn])

@@ -21,13 +21,13 @@ from tinyllm.model import models
 from tinyllm.records import Revision
 from tinyllm.serve import protocol
 from tinyllm.serve.access import Access
-from tinyllm.serve.admin import ADMIN_PATHS, Admin
-from tinyllm.serve.answers import Answer, TokenNames
-from tinyllm.serve.fields import Refused, parse_object
+from tinyllm.serve.admin import ADMIN_PATHS, AdminRoutes
+from tinyllm.serve.answers import AnswerWriter, TokenNames
+from tinyllm.serve.fields import APIError, parse_object
 from tinyllm.serve.metrics import CONTENT_TYPE, Metrics
-from tinyllm.serve.protocol import Asked
-from tinyllm.serve.replies import Front, Generation, read_body, refusal, reply
-from tinyllm.serve.worker import Done, Event, Ticket, Worker, dead
+from tinyllm.serve.protocol import CompletionParams
+from tinyllm.serve.replies import AuthMiddleware, StreamingReply, read_body, refusal, reply
+from tinyllm.serve.worker import EngineThread, Event, Finished, RequestHandle, dead
 
 LOGPROBS = "after temperature, top-k, top-p, min-p"
 """The distribution that log-probabilities are of: the one a token was drawn from (greedy: that of temperature 1)."""
@@ -66,14 +66,14 @@ class Service:
         self.stop_ids = models.stop_token_ids(tokenizer, policy.causal)
         self.names = TokenNames(tokenizer)
         self.access = Access(settings.api_key, settings.admin_key)
-        self.worker = Worker(self._scheduler, revision, self._deliver, self._failed, settings.threads)
+        self.worker = EngineThread(self._scheduler, revision, self._deliver, self._failed, settings.threads)
         self.metrics = Metrics(lambda: self.worker.running, lambda: self.worker.waiting)
-        self.admin = Admin(policy, self.worker, self.metrics)
-        self.tickets: set[Ticket] = set()
+        self.admin = AdminRoutes(policy, self.worker, self.metrics)
+        self.tickets: set[RequestHandle] = set()
         self.outstanding = 0
         """Choices that were admitted and are not finished."""
         self.draining = False
-        self.app = Front(self._routes(), self.access, self.metrics, ADMIN_PATHS)
+        self.app = AuthMiddleware(self._routes(), self.access, self.metrics, ADMIN_PATHS)
 
     def _scheduler(self, revision: Revision) -> Scheduler:
         return Scheduler(self.policy, self.tokenizer, max_batch=self.settings.max_batch, revision=revision)
@@ -89,7 +89,7 @@ class Service:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             *self.admin.routes(),
         ]
-        handlers: dict[Any, Any] = {Refused: _refused, HTTPException: _no_route, Exception: _crashed}
+        handlers: dict[Any, Any] = {APIError: _refused, HTTPException: _no_route, Exception: _crashed}
         return Starlette(routes=routes, exception_handlers=handlers)
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -106,11 +106,11 @@ class Service:
                     if self.worker.paused and self.worker.died is None:
                         await self.worker.resume()  # what runs could not finish otherwise; a pause may come late
                     await asyncio.sleep(0.02)
-        except (TimeoutError, Refused):  # Refused: the engine died meanwhile, and every ticket was told
+        except (TimeoutError, APIError):  # Refused: the engine died meanwhile, and every ticket was told
             pass
         cut = list(self.tickets)
         for ticket in cut:
-            ticket.fail(Refused("the server stops", status=503, kind="server_error", code="shutting_down"))
+            ticket.fail(APIError("the server stops", status=503, kind="server_error", code="shutting_down"))
         return len(cut)
 
     def close(self) -> None:
@@ -119,10 +119,10 @@ class Service:
 
     # -- between the engine and requests --------------------------------------------------------------------------
 
-    def admit(self, asked: Asked, prompts: Sequence[tuple[int, ...]]) -> Ticket:
+    def admit(self, asked: CompletionParams, prompts: Sequence[tuple[int, ...]]) -> RequestHandle:
         """A place for every choice. Raises Refused: too long (400), queue full (429), not serving (503)."""
         if self.draining:
-            raise Refused(
+            raise APIError(
                 "the server is shutting down", status=503, kind="server_error", code="shutting_down", retry_after_s=5
             )
         if self.worker.died is not None:
@@ -130,21 +130,21 @@ class Service:
         most = self.settings.most
         params = [asked.params(self._length(asked, len(ids), i), self.stop_ids) for i, ids in enumerate(prompts)]
         if self.outstanding + len(asked.keys) > most:
-            raise Refused(
+            raise APIError(
                 f"the queue is full ({self.outstanding} completions of {most}); try again",
                 status=429,
                 kind="rate_limit_error",
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
-        ticket = Ticket(prompts, params, asked.keys, asked.n, asked.stream, asked.top_logprobs)
+        ticket = RequestHandle(prompts, params, asked.keys, asked.n, asked.stream, asked.top_logprobs)
         self.outstanding += ticket.choices
         self.tickets.add(ticket)
         self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
         self.worker.submit(ticket)
         return ticket
 
-    def _length(self, asked: Asked, prompt: int, number: int) -> int:
+    def _length(self, asked: CompletionParams, prompt: int, number: int) -> int:
         """Tokens that a completion may have."""
         room = self.settings.max_length - prompt
         default = room if asked.chat else min(protocol.COMPLETION_TOKENS, room)
@@ -152,14 +152,14 @@ class Service:
         if room < 1 or length > room:
             which = f"prompt {number}" if len(asked.prompts) > 1 else "the prompt"
             wants = f" and max_tokens is {length}" if asked.max_tokens is not None else ""
-            raise Refused(
+            raise APIError(
                 f"{which} has {prompt} tokens{wants}; together with the completion {self.settings.max_length} fit",
                 param="messages" if asked.chat else "prompt",
                 code="context_length_exceeded",
             )
         return length
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, ticket: RequestHandle) -> None:
         """Nobody waits for the rest of a request any more: its slots are free."""
         ticket.closed = True
         self.tickets.discard(ticket)
@@ -168,29 +168,29 @@ class Service:
             self.outstanding -= len(ticket.open)
             ticket.open.clear()
 
-    def _deliver(self, entries: list[tuple[Ticket, Event]]) -> None:
+    def _deliver(self, entries: list[tuple[RequestHandle, Event]]) -> None:
         for ticket, (choice, what) in entries:
             if ticket.closed:
                 continue
-            if isinstance(what, Done):
+            if isinstance(what, Finished):
                 ticket.open.discard(choice)
                 self.outstanding -= 1
                 self._observe(ticket, what)
             ticket.events.append((choice, what))
             ticket.wake.set()
 
-    def _observe(self, ticket: Ticket, done: Done) -> None:
+    def _observe(self, ticket: RequestHandle, done: Finished) -> None:
         count = len(done.sampled.token_ids)
         self.metrics.completion_tokens.inc(count)
         self.metrics.first_token_s.observe(done.first_at - ticket.arrived_at)
         if count > 1:
             self.metrics.token_s.observe((done.last_at - done.first_at) / (count - 1))
 
-    def _failed(self, tickets: list[Ticket] | None, why: str) -> None:
+    def _failed(self, tickets: list[RequestHandle] | None, why: str) -> None:
         """The engine could not go on with some requests; with all of them (None) when it died."""
         for ticket in list(self.tickets) if tickets is None else tickets:
             self.metrics.failed.inc()
-            ticket.fail(Refused(f"the engine failed: {why}", status=500, kind="server_error", code="engine_error"))
+            ticket.fail(APIError(f"the engine failed: {why}", status=500, kind="server_error", code="engine_error"))
 
     # -- routes ---------------------------------------------------------------------------------------------------
 
@@ -207,16 +207,16 @@ class Service:
         name = request.headers.get("x-request-id")
         if name is not None and body.get("request_id") is None:
             body["request_id"] = protocol.request_id("X-Request-Id", name)
-        asked: Asked = reader(body, self.policy.vocab_size, self.settings.most)
+        asked: CompletionParams = reader(body, self.policy.vocab_size, self.settings.most)
         self._require_model(asked.model)
         if sum(len(p) for p in asked.prompts if isinstance(p, str)) > _LONG_TEXT or asked.chat:
             prompts = await asyncio.to_thread(self._render, asked)
         else:
             prompts = self._render(asked)
-        answer = Answer(asked, prompts, self.settings.model_name, self.names, self.admin.label)
-        return Generation(self, answer, prompts)
+        answer = AnswerWriter(asked, prompts, self.settings.model_name, self.names, self.admin.label)
+        return StreamingReply(self, answer, prompts)
 
-    def _render(self, asked: Asked) -> list[tuple[int, ...]]:
+    def _render(self, asked: CompletionParams) -> list[tuple[int, ...]]:
         """Every prompt as token ids, by the one function that training uses too. Raises Refused."""
         rendered: list[tuple[int, ...]] = []
         for prompt in asked.prompts:
@@ -225,14 +225,14 @@ class Service:
                 try:
                     rendered.append(models.render(self.tokenizer, prompt, rule)[1])  # type: ignore[arg-type]
                 except TinyLLMError as error:
-                    raise Refused(str(error), param="messages" if asked.chat else "prompt") from None
+                    raise APIError(str(error), param="messages" if asked.chat else "prompt") from None
             else:
                 rendered.append(prompt)  # type: ignore[arg-type]
         return rendered
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model_name:
-            raise Refused(
+            raise APIError(
                 f"there is no model {name[:200]!r}; this server has {self.settings.model_name!r}",
                 param="model",
                 code="model_not_found",
@@ -303,9 +303,9 @@ async def _refused(_: Request, error: Any) -> Response:
 async def _no_route(request: Request, error: Any) -> Response:
     what = f"{request.method} {request.url.path}"[:200]
     reasons = {404: f"{what}: no such route", 405: f"{what}: this route takes another method"}
-    return refusal(Refused(reasons.get(error.status_code, str(error.detail)), status=error.status_code))
+    return refusal(APIError(reasons.get(error.status_code, str(error.detail)), status=error.status_code))
 
 
 async def _crashed(_: Request, error: Any) -> Response:
     kind = type(error).__name__
-    return refusal(Refused(f"the server made a mistake ({kind}); its log has more", status=500, kind="server_error"))
+    return refusal(APIError(f"the server made a mistake ({kind}); its log has more", status=500, kind="server_error"))

@@ -15,7 +15,7 @@ Reader = Callable[[str, Any], Any]
 """(name of the field, its value) -> the checked value. Raises Refused."""
 
 
-class Refused(Exception):
+class APIError(Exception):
     """A request that is not served, as OpenAI's API says it: status, message, type, field, code."""
 
     def __init__(
@@ -44,14 +44,14 @@ def parse_object(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
     except UnicodeDecodeError:
-        raise Refused("the body is not UTF-8 text") from None
+        raise APIError("the body is not UTF-8 text") from None
     except RecursionError:
-        raise Refused("the body's JSON is nested too deeply") from None
+        raise APIError("the body's JSON is nested too deeply") from None
     except ValueError as error:
         what = str(error) if data.strip() else "it is empty"
-        raise Refused(f"the body is not JSON: {what[:200]}") from None
+        raise APIError(f"the body is not JSON: {what[:200]}") from None
     if not isinstance(value, dict):
-        raise Refused(f"the body is {_kind(value)}, not a JSON object")
+        raise APIError(f"the body is {_kind(value)}, not a JSON object")
     return value
 
 
@@ -72,7 +72,7 @@ def read(
         elif name in neutral:
             if value is not None and not any(_same(value, fine) for fine in neutral[name]):
                 accepted = " or ".join(json.dumps(fine) for fine in neutral[name]) or "null"
-                raise Refused(
+                raise APIError(
                     f"{name} is not supported; leave it out (accepted: {accepted})",
                     param=name,
                     code="unsupported_field",
@@ -80,7 +80,7 @@ def read(
         else:
             close = difflib.get_close_matches(name[:100], [*readers, *neutral], n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(readers)}"
-            raise Refused(f"unknown field {show(name)}; {hint}", param=name[:100], code="unknown_field")
+            raise APIError(f"unknown field {show(name)}; {hint}", param=name[:100], code="unknown_field")
     return found
 
 
@@ -89,8 +89,8 @@ def _same(value: Any, fine: Any) -> bool:
     return isinstance(value, bool) == isinstance(fine, bool) and value == fine
 
 
-def wrong(name: str, value: Any, expected: str) -> Refused:
-    return Refused(f"{name} is {show(value)}; expected {expected}", param=name, code="invalid_value")
+def wrong(name: str, value: Any, expected: str) -> APIError:
+    return APIError(f"{name} is {show(value)}; expected {expected}", param=name, code="invalid_value")
 
 
 def show(value: Any) -> str:
@@ -149,7 +149,7 @@ def text(name: str, value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Refused(f"{name} holds half a surrogate pair, which is no character", param=name) from None
+        raise APIError(f"{name} holds half a surrogate pair, which is no character", param=name) from None
     return value
 
 

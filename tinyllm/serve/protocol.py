@@ -15,7 +15,7 @@ from typing import Any
 from tinyllm.engine.sampling import seed_key
 from tinyllm.records import SamplingParams
 from tinyllm.serve import fields
-from tinyllm.serve.fields import Reader, Refused, flag, number, one_of, text, whole, wrong
+from tinyllm.serve.fields import APIError, Reader, flag, number, one_of, text, whole, wrong
 
 MAX_LOGPROBS = 20
 COMPLETION_TOKENS = 16
@@ -29,7 +29,7 @@ Text = str | tuple[int, ...] | tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionParams:
     """A request for completions, checked."""
 
     chat: bool
@@ -175,7 +175,7 @@ _CHAT_NEUTRAL = {
 }
 
 
-def read_completion(body: Mapping[str, Any], vocabulary: int, most: int) -> Asked:
+def read_completion(body: Mapping[str, Any], vocabulary: int, most: int) -> CompletionParams:
     """The body of POST /v1/completions, for at most `most` choices. Raises Refused."""
     readers = {
         "prompt": _prompts(vocabulary),
@@ -186,15 +186,15 @@ def read_completion(body: Mapping[str, Any], vocabulary: int, most: int) -> Aske
     }
     got = fields.read(body, readers, _COMPLETION_NEUTRAL)
     if "prompt" not in got:
-        raise Refused("prompt is missing: a string, a list of strings, token ids, or a list of these", param="prompt")
+        raise APIError("prompt is missing: a string, a list of strings, token ids, or a list of these", param="prompt")
     if got.get("best_of", got.get("n", 1)) != got.get("n", 1):
-        raise Refused("best_of is supported only when it equals n; leave it out", param="best_of")
+        raise APIError("best_of is supported only when it equals n; leave it out", param="best_of")
     logprobs = got.get("logprobs")
     limit = got.get("max_tokens")
     return _asked(got, False, got["prompt"], most, limit, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
 
 
-def read_chat(body: Mapping[str, Any], vocabulary: int, most: int) -> Asked:
+def read_chat(body: Mapping[str, Any], vocabulary: int, most: int) -> CompletionParams:
     """The body of POST /v1/chat/completions, for at most `most` choices. Raises Refused."""
     readers = {
         "messages": _messages,
@@ -205,13 +205,13 @@ def read_chat(body: Mapping[str, Any], vocabulary: int, most: int) -> Asked:
     }
     got = fields.read(body, readers, _CHAT_NEUTRAL)
     if "messages" not in got:
-        raise Refused("messages is missing: a list of {role, content}", param="messages")
+        raise APIError("messages is missing: a list of {role, content}", param="messages")
     limits = {got[name] for name in ("max_tokens", "max_completion_tokens") if name in got}
     if len(limits) > 1:
-        raise Refused("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
+        raise APIError("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
     logprobs, top = got.get("logprobs", False), got.get("top_logprobs", 0)
     if top and not logprobs:
-        raise Refused("top_logprobs needs logprobs: true", param="top_logprobs")
+        raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
     limit = limits.pop() if limits else None
     return _asked(got, True, (got["messages"],), most, limit, logprobs=logprobs, top_logprobs=top)
 
@@ -225,21 +225,21 @@ def _asked(
     *,
     logprobs: bool,
     top_logprobs: int,
-) -> Asked:
+) -> CompletionParams:
     n, stream = got.get("n", 1), got.get("stream", False)
     if n * len(prompts) > most:  # before there is a key for each
-        raise Refused(f"{n * len(prompts)} completions are asked for; one request may have {most}", param="n")
+        raise APIError(f"{n * len(prompts)} completions are asked for; one request may have {most}", param="n")
     if "stream_options" in got and not stream:
-        raise Refused("stream_options needs stream: true", param="stream_options")
+        raise APIError("stream_options needs stream: true", param="stream_options")
     seed = got.get("seed")
     seed = secrets.randbits(53) if seed is None else seed  # 53 bits: what every client's numbers can hold
     if "seed_keys" in got:
         keys = got["seed_keys"]
         if len(keys) != n * len(prompts):
-            raise Refused(f"seed_keys has {len(keys)} keys for {n * len(prompts)} choices", param="seed_keys")
+            raise APIError(f"seed_keys has {len(keys)} keys for {n * len(prompts)} choices", param="seed_keys")
     else:
         keys = tuple(seed_key(seed, 0, "", j, i) for j in range(len(prompts)) for i in range(n))
-    return Asked(
+    return CompletionParams(
         chat=chat,
         model=got.get("model"),
         prompts=prompts,
@@ -278,7 +278,7 @@ def _prompts(vocabulary: int) -> Reader:
         one = text if isinstance(value[0], str) else ids
         prompts = tuple(one(f"{name}[{i}]", item) for i, item in enumerate(value))
         if () in prompts:
-            raise Refused(f"{name}[{prompts.index(())}] is empty", param=name)
+            raise APIError(f"{name}[{prompts.index(())}] is empty", param=name)
         return prompts
 
     return reader
@@ -305,10 +305,10 @@ def _messages(name: str, value: Any) -> tuple[Message, ...]:
             raise wrong(f"{name}[{i}]", message, "an object with role and content")
         try:
             got = fields.read(message, known, _MESSAGE_NEUTRAL)
-        except Refused as error:
-            raise Refused(f"{name}[{i}]: {error}", param=name) from None
+        except APIError as error:
+            raise APIError(f"{name}[{i}]: {error}", param=name) from None
         if "role" not in got or "content" not in got:
-            raise Refused(f"{name}[{i}] lacks a role or a content", param=name)
+            raise APIError(f"{name}[{i}] lacks a role or a content", param=name)
         messages.append(got)
     return tuple(messages)
 
@@ -322,7 +322,7 @@ def _content(name: str, value: Any) -> str:
                 raise wrong(f"{name}[{i}]", part, "an object")
             got = fields.read(part, {"type": one_of("text"), "text": text})
             if set(got) != {"type", "text"}:
-                raise Refused(f"{name}[{i}] lacks a type or a text", param=name)
+                raise APIError(f"{name}[{i}] lacks a type or a text", param=name)
             parts.append(got["text"])
         return "".join(parts)
     return text(name, value)

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinyllm.serve.access import Access
-from tinyllm.serve.answers import Answer, event
-from tinyllm.serve.fields import Refused, to_json
+from tinyllm.serve.answers import AnswerWriter, event
+from tinyllm.serve.fields import APIError, to_json
 from tinyllm.serve.metrics import Metrics
-from tinyllm.serve.protocol import Asked
-from tinyllm.serve.worker import Done, Drawn, Ticket
+from tinyllm.serve.protocol import CompletionParams
+from tinyllm.serve.worker import Drawn, Finished, RequestHandle
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -34,7 +34,7 @@ def reply(obj: Any, status: int = 200) -> Response:
     return Response(to_json(obj), status, media_type="application/json")
 
 
-def refusal(error: Refused) -> Response:
+def refusal(error: APIError) -> Response:
     """An error as OpenAI's API has it."""
     headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
     return Response(to_json(error.body), error.status, headers, media_type="application/json")
@@ -42,7 +42,7 @@ def refusal(error: Refused) -> Response:
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body of a request. Raises Refused: too large (413), too slow (408)."""
-    too_large = Refused(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
+    too_large = APIError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise too_large
@@ -55,13 +55,13 @@ async def read_body(request: Request, limit: int) -> bytes:
                     raise too_large
                 parts.append(part)
     except TimeoutError:
-        raise Refused(f"the body did not arrive within {_BODY_S:g} s", status=408, code="timeout") from None
+        raise APIError(f"the body did not arrive within {_BODY_S:g} s", status=408, code="timeout") from None
     except ClientDisconnect:
-        raise Refused("the client hung up", status=499, code="client_closed_request") from None
+        raise APIError("the client hung up", status=499, code="client_closed_request") from None
     return b"".join(parts)
 
 
-class Front:
+class AuthMiddleware:
     """Checks the key of a request, and counts the answer by route and status."""
 
     def __init__(self, app: Starlette, access: Access, metrics: Metrics, admin_paths: Collection[str]) -> None:
@@ -86,7 +86,7 @@ class Front:
         if path not in OPEN:
             try:
                 self.access.check(headers.get(b"authorization", b""), admin=path in self.admin_paths, path=path)
-            except Refused as error:
+            except APIError as error:
                 await refusal(error)(scope, receive, counted)
                 return
         await self.app(scope, receive, counted)
@@ -97,21 +97,21 @@ class Waiting(Protocol):
 
     metrics: Metrics
 
-    def admit(self, asked: Asked, prompts: Sequence[tuple[int, ...]]) -> Ticket: ...
+    def admit(self, asked: CompletionParams, prompts: Sequence[tuple[int, ...]]) -> RequestHandle: ...
 
-    def release(self, ticket: Ticket) -> None: ...
+    def release(self, ticket: RequestHandle) -> None: ...
 
 
-class Generation:
+class StreamingReply:
     """The answer to a request for completions, as an ASGI application: admits it, waits, and sends what comes.
 
     A client that hangs up is noticed at once, whether it waits for the whole or for the next chunk.
     """
 
-    def __init__(self, service: Waiting, answer: Answer, prompts: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, service: Waiting, answer: AnswerWriter, prompts: Sequence[tuple[int, ...]]) -> None:
         self.service, self.answer = service, answer
         self.ticket = service.admit(answer.asked, prompts)
-        self.done: dict[int, Done] = {}
+        self.done: dict[int, Finished] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ticket = self.ticket
@@ -172,14 +172,14 @@ class Generation:
         ticket.wake.clear()
         if not ticket.streaming:
             for choice, what in ticket.events:
-                assert isinstance(what, Done)
+                assert isinstance(what, Finished)
                 self.done[choice] = what
             ticket.events.clear()
             return b""
         drawn: dict[int, list[Drawn]] = {}
-        ended: dict[int, Done] = {}
+        ended: dict[int, Finished] = {}
         for choice, what in ticket.events:
-            if isinstance(what, Done):
+            if isinstance(what, Finished):
                 ended[choice] = what
                 drawn.setdefault(choice, [])
             else:
@@ -194,7 +194,7 @@ class Generation:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-async def _watch(receive: Receive, ticket: Ticket) -> None:
+async def _watch(receive: Receive, ticket: RequestHandle) -> None:
     """Notices the client hanging up."""
     while (await receive())["type"] != "http.disconnect":
         pass

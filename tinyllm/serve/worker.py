@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tinyllm.engine.scheduler import Job, Sampled, Scheduler
+from tinyllm.engine.scheduler import Sampled, SampleRequest, Scheduler
 from tinyllm.errors import EngineError
 from tinyllm.records import Revision, SamplingParams
-from tinyllm.serve.fields import Refused
+from tinyllm.serve.fields import APIError
 
 Top = list[tuple[int, float]]
 
@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 
 
 @dataclass(slots=True)
-class Done:
+class Finished:
     """A choice that is finished."""
 
     sampled: Sampled
@@ -47,12 +47,12 @@ class Done:
     last_at: float
 
 
-Event = tuple[int, Drawn | Done]
+Event = tuple[int, Drawn | Finished]
 """(choice, what happened)"""
 
 
 @dataclass(eq=False)
-class Ticket:
+class RequestHandle:
     """One request under way; what can change but `jobs` belongs to the event loop."""
 
     prompts: Sequence[tuple[int, ...]]
@@ -67,12 +67,12 @@ class Ticket:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     open: set[int] = field(init=False)
     """Choices that are not finished."""
-    failed: Refused | None = None
+    failed: APIError | None = None
     left: bool = False
     """The client has hung up."""
     closed: bool = False
     """Nobody reads its events any more."""
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[SampleRequest, ...] = ()
 
     def __post_init__(self) -> None:
         self.open = set(range(len(self.keys)))
@@ -81,7 +81,7 @@ class Ticket:
     def choices(self) -> int:
         return len(self.keys)
 
-    def fail(self, why: Refused) -> None:
+    def fail(self, why: APIError) -> None:
         self.failed = why
         self.wake.set()
 
@@ -89,7 +89,7 @@ class Ticket:
 class _Sink:
     """What one job's callbacks write to, in the engine thread."""
 
-    def __init__(self, worker: Worker, ticket: Ticket, first: int) -> None:
+    def __init__(self, worker: EngineThread, ticket: RequestHandle, first: int) -> None:
         self.worker, self.ticket, self.first = worker, ticket, first
         self.top: list[list[Top]] = [[] for _ in range(ticket.n)]
         self.first_at = [0.0] * ticket.n
@@ -105,36 +105,36 @@ class _Sink:
             self.worker.outbox.append((self.ticket, (self.first + sample, Drawn(token, logprob, top))))
 
     def on_finish(self, sampled: Sampled) -> None:
-        done = Done(sampled, self.top[sampled.sample], self.first_at[sampled.sample], time.monotonic())
+        done = Finished(sampled, self.top[sampled.sample], self.first_at[sampled.sample], time.monotonic())
         self.worker.outbox.append((self.ticket, (self.first + sampled.sample, done)))
         self.left -= 1
         if not self.left:
             self.worker.forget(self.ticket)
 
 
-class Worker:
+class EngineThread:
     """Runs a scheduler in a thread of its own. Methods without "engine thread" in their text are the event loop's."""
 
     def __init__(
         self,
         make_scheduler: Callable[[Revision], Scheduler],
         revision: Revision,
-        deliver: Callable[[list[tuple[Ticket, Event]]], None],
-        on_failure: Callable[[list[Ticket] | None, str], None],
+        deliver: Callable[[list[tuple[RequestHandle, Event]]], None],
+        on_failure: Callable[[list[RequestHandle] | None, str], None],
         threads: int | None = None,
     ) -> None:
         self.make_scheduler, self.revision = make_scheduler, revision
         self.deliver, self.on_failure, self.threads = deliver, on_failure, threads
         self.scheduler = make_scheduler(revision)
-        self.outbox: list[tuple[Ticket, Event]] = []
+        self.outbox: list[tuple[RequestHandle, Event]] = []
         self.died: str | None = None
         self.paused = False
         self.running = self.waiting = 0
         self.steps = 0
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._tickets: dict[Ticket, int] = {}
+        self._tickets: dict[RequestHandle, int] = {}
         """Those with jobs in the scheduler, with how many."""
-        self._held: list[Ticket] = []
+        self._held: list[RequestHandle] = []
         """Those that came while paused; they enter at resume."""
         self._asking: set[asyncio.Future[Any]] = set()
         """Who waits for an action to be done."""
@@ -153,10 +153,10 @@ class Worker:
         """Ends the thread after the step it is in."""
         self._actions.put(self._end)
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: RequestHandle) -> None:
         self._actions.put(lambda: self._submit(ticket))
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: RequestHandle) -> None:
         self._actions.put(lambda: self._cancel(ticket))
 
     async def pause(self, mode: str) -> None:
@@ -205,7 +205,7 @@ class Worker:
 
     # -- engine thread --------------------------------------------------------------------------------------------
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, ticket: RequestHandle) -> None:
         """A job of the ticket is finished (engine thread)."""
         self._tickets[ticket] -= 1
         if not self._tickets[ticket]:
@@ -267,7 +267,7 @@ class Worker:
         for ticket in rest:
             self._submit(ticket)
 
-    def _submit(self, ticket: Ticket) -> None:
+    def _submit(self, ticket: RequestHandle) -> None:
         if self.paused or self._draining:
             self._held.append(ticket)
             self._count()
@@ -278,14 +278,14 @@ class Worker:
             sink = _Sink(self, ticket, first)
             keys = ticket.keys[first : first + ticket.n]
             name = f"{id(ticket)}/{number}"
-            jobs.append(Job(name, ids, params, keys, sink.on_finish, sink.on_token, ticket.top_logprobs))
+            jobs.append(SampleRequest(name, ids, params, keys, sink.on_finish, sink.on_token, ticket.top_logprobs))
         ticket.jobs = tuple(jobs)
         self._tickets[ticket] = len(jobs)
         for job in jobs:
             self.scheduler.submit(job)
         self._count()
 
-    def _cancel(self, ticket: Ticket) -> None:
+    def _cancel(self, ticket: RequestHandle) -> None:
         if ticket in self._held:
             self._held.remove(ticket)
         if self._tickets.pop(ticket, None):
@@ -315,7 +315,7 @@ class Worker:
         self.paused = False
         held, self._held = self._held, []
         for future in self._draining:
-            self._tell(_settle, future, None, Refused("resumed before the pause was reached", status=409))
+            self._tell(_settle, future, None, APIError("resumed before the pause was reached", status=409))
         self._draining.clear()
         for ticket in held:
             self._submit(ticket)
@@ -331,9 +331,9 @@ class Worker:
             self._stop = True
 
 
-def dead(why: str) -> Refused:
+def dead(why: str) -> APIError:
     """What a server without an engine answers."""
-    return Refused(f"the engine has stopped working: {why}; restart the server", status=503, kind="server_error")
+    return APIError(f"the engine has stopped working: {why}; restart the server", status=503, kind="server_error")
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

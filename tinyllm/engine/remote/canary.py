@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tinyllm.engine.remote.client import exchange, revision_of
-from tinyllm.engine.remote.dialects import Ask, Bad, require_sound
+from tinyllm.engine.remote.dialects import CompletionRequest, InvalidResponse, require_sound
 from tinyllm.engine.remote.http import Http
 from tinyllm.engine.remote.servers import Server
 from tinyllm.records import SamplingParams
@@ -26,7 +26,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 @dataclass(frozen=True)
-class Sung:
+class CanaryOutput:
     """What a server answered: greedy ids and their log-probabilities."""
 
     token_ids: tuple[int, ...]
@@ -41,39 +41,39 @@ class Canary:
     score: Score
     tolerance: float
     tokens: int = 16
-    _heard: dict[str, tuple[Sung, tuple[float, ...]]] = field(default_factory=dict)
+    _last: dict[str, tuple[CanaryOutput, tuple[float, ...]]] = field(default_factory=dict)
     """By server: its last answer, and the trainer's numbers for it then."""
     _count: int = 0
 
-    async def listen(self, http: Http, server: Server, seconds: float) -> Sung:
+    async def sample_canary(self, http: Http, server: Server, seconds: float) -> CanaryOutput:
         """The server's answer. Raises Failed and Bad, also when the answer names another revision."""
         self._count += 1
         params = SamplingParams(max_new_tokens=self.tokens, temperature=0.0)
-        ask = Ask(f"tinyllm-canary-{self._count}", server.model, self.prompt, 1, params, seeded=False)
+        ask = CompletionRequest(f"tinyllm-canary-{self._count}", server.model, self.prompt, 1, params, seeded=False)
         answer = require_sound(await exchange(http, server, ask, seconds), ask)
         revision_of(answer, server)
-        return Sung(tuple(answer.token_ids), tuple(float(x) for x in answer.logprobs))
+        return CanaryOutput(tuple(answer.token_ids), tuple(float(x) for x in answer.logprobs))
 
-    def judge(self, server: Server, sung: Sung) -> float:
+    def judge(self, server: Server, sung: CanaryOutput) -> float:
         """The largest difference to the trainer, in nats. Raises Bad when these are not the trainer's weights."""
-        before = self._heard.get(server.url)
+        before = self._last.get(server.url)
         now = tuple(self.score(self.prompt, sung.token_ids))
         gap = _largest(now, sung.logprobs)
         stale = before is not None and before[0] == sung
         moved = _largest(now, before[1]) if stale and before is not None else 0.0
         if stale and moved > self.tolerance / 10:
-            raise Bad(
+            raise InvalidResponse(
                 "canary",
                 f"it still answers as before the update, to the last bit, while the trainer's numbers moved by "
                 f"{moved:.3g}",
             )
         if not gap <= self.tolerance:
-            raise Bad(
+            raise InvalidResponse(
                 "canary",
                 f"its log-probabilities differ from the trainer's by up to {gap:.3g}, more than the "
                 f"{self.tolerance:g} of engine.canary_tolerance",
             )
-        self._heard[server.url] = (sung, now)
+        self._last[server.url] = (sung, now)
         return gap
 
 

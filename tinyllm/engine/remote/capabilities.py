@@ -21,8 +21,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tinyllm.engine.remote.dialects import DIALECTS, Answer, Ask, Bad, Dialect, require_sound
-from tinyllm.engine.remote.http import Failed, Http, Patience, persist
+from tinyllm.engine.remote.dialects import (
+    DIALECTS,
+    CompletionRequest,
+    CompletionResponse,
+    Dialect,
+    InvalidResponse,
+    require_sound,
+)
+from tinyllm.engine.remote.http import Http, RequestFailed, RetryPolicy, retry
 from tinyllm.errors import EngineError
 from tinyllm.records import SamplingParams
 
@@ -84,17 +91,17 @@ async def ask_capabilities(
     prompt: tuple[int, ...] = (1, 2, 3, 4),
     key: str = "",
     seeds: bool = True,
-    patience: Patience | None = None,
+    patience: RetryPolicy | None = None,
 ) -> Capabilities:
     """Ask one server. prompt: valid token ids; seeds False: never send one. Raises EngineError."""
-    interview = _Interview(http, url, prompt, key, patience or Patience())
+    interview = _Interview(http, url, prompt, key, patience or RetryPolicy())
     try:
         facts = await interview.who(model)
         facts = await interview.what_it_returns(facts)
         if facts.logprobs == UNKNOWN:
             facts = replace(facts, logprobs=await interview.convention(facts))
         facts = replace(facts, seeds=facts.seeds and seeds)
-    except (Failed, Bad) as error:
+    except (RequestFailed, InvalidResponse) as error:
         raise EngineError(f"{url}: {error}") from None
     if facts.seeds and facts.server != "tinyllm":
         facts = replace(facts, seeds=await interview.seeds(facts))
@@ -104,7 +111,7 @@ async def ask_capabilities(
 class _Interview:
     """The questions to one server."""
 
-    def __init__(self, http: Http, url: str, prompt: tuple[int, ...], key: str, patience: Patience) -> None:
+    def __init__(self, http: Http, url: str, prompt: tuple[int, ...], key: str, patience: RetryPolicy) -> None:
         self.http, self.url, self.prompt, self.key, self.patience = http, url, prompt, key, patience
         self.count = 0
 
@@ -112,7 +119,7 @@ class _Interview:
         """A JSON object, empty where the server has no such page."""
         try:
             body = await self.http.ask("GET", self.url + path, timeout_s=QUESTION_S, key=self.key)
-        except Failed as error:
+        except RequestFailed as error:
             if error.status is None:
                 raise
             return {}
@@ -121,13 +128,13 @@ class _Interview:
     async def who(self, model: str | None) -> Capabilities:
         """Which server it is, and which of its models is meant."""
         try:
-            listed = await persist(
+            listed = await retry(
                 replace(self.patience, deadline_s=min(QUESTION_S, self.patience.deadline_s)),
                 lambda _, seconds: self.http.ask("GET", f"{self.url}/v1/models", timeout_s=seconds, key=self.key),
             )
             entries = [entry for entry in listed["data"] if not entry.get("parent")]  # a parent: it is an adapter
             names = [str(entry["id"]) for entry in entries]
-        except Failed as error:
+        except RequestFailed as error:
             if error.status in (401, 403):
                 raise EngineError(f"{self.url} refuses the key; set TINYLLM_API_KEY") from None
             raise EngineError(f"{self.url}: {error}; is a server running there?") from None
@@ -166,16 +173,16 @@ class _Interview:
 
     async def sample(
         self, facts: Capabilities, params: SamplingParams, key: int = 1, seeded: bool = False
-    ) -> tuple[Ask, Answer]:
+    ) -> tuple[CompletionRequest, CompletionResponse]:
         dialect = DIALECTS[facts.server]
         ask = self.ask(facts, self.prompt, params, key, seeded)
         return ask, require_sound(dialect.read(await self.post(dialect, dialect.write(ask))), ask)
 
     def ask(
         self, facts: Capabilities, prompt: tuple[int, ...], params: SamplingParams, key: int = 1, seeded: bool = False
-    ) -> Ask:
+    ) -> CompletionRequest:
         self.count += 1
-        return Ask(f"tinyllm-question-{self.count}", facts.model, prompt, key, params, seeded)
+        return CompletionRequest(f"tinyllm-question-{self.count}", facts.model, prompt, key, params, seeded)
 
     async def post(self, dialect: Dialect, body: Any) -> Any:
         return await self.http.ask("POST", self.url + dialect.path, body, timeout_s=QUESTION_S, key=self.key)
@@ -202,7 +209,7 @@ class _Interview:
         params = SamplingParams(max_new_tokens=16)
         try:
             drawn = [(await self.sample(facts, params, key, seeded=True))[1].token_ids for key in (5, 5, 6)]
-        except (Failed, Bad):
+        except (RequestFailed, InvalidResponse):
             if await alive(self.http, self.url, self.key) and await self.still_samples(facts):
                 return False
             raise EngineError(
@@ -214,7 +221,7 @@ class _Interview:
     async def still_samples(self, facts: Capabilities) -> bool:
         try:
             await self.sample(facts, SamplingParams(max_new_tokens=1, temperature=0.0))
-        except (Failed, Bad):
+        except (RequestFailed, InvalidResponse):
             return False
         return True
 
@@ -224,7 +231,7 @@ async def alive(http: Http, url: str, key: str = "") -> bool:
     for pause_s in (0.2, 0.0):  # twice, since a full backlog refuses connections for a moment
         try:
             await http.ask("GET", f"{url}/health", timeout_s=5.0, key=key)
-        except Failed as error:
+        except RequestFailed as error:
             if error.status in (400, 401, 403, 404, 405) or error.kind == "the answer is not JSON":
                 return True  # vLLM's and SGLang's answer has no body
             if error.kind == "no answer in time":

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinyllm.engine.remote.http import Failed, Http, Patience, persist, run, together
+from tinyllm.engine.remote.http import Http, RequestFailed, RetryPolicy, gather, retry, run
 from tinyllm.engine.sampling import seed_key
 from tinyllm.errors import ModelError
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
@@ -32,14 +32,14 @@ PARALLEL = 16
 
 
 @dataclass(frozen=True)
-class Server:
+class ChatServer:
     """Samples like the engine does, but returns no token ids."""
 
     url: str
     model: str
 
     @classmethod
-    def connect(cls, address: str) -> Server:
+    def connect(cls, address: str) -> ChatServer:
         """Ask the server which models it has. Raises ModelError: nobody there, key refused, no such model."""
         url, _, model = address.partition("#")
         url = url.rstrip("/")
@@ -48,7 +48,7 @@ class Server:
             there = [str(entry["id"]) for entry in listed["data"]]
         except (KeyError, TypeError):
             raise ModelError(f"{url}/models did not answer with a list of models; is it OpenAI-compatible?") from None
-        except Failed as error:
+        except RequestFailed as error:
             if error.status in (401, 403):
                 raise ModelError(f"{url} refuses the key; set the environment variable OPENAI_API_KEY") from None
             if error.status == 404 and model:  # some servers do not list
@@ -68,7 +68,7 @@ class Server:
 
         async def all_of_them(http: Http) -> list[list[Completion]]:
             slots = asyncio.Semaphore(PARALLEL)
-            return await together([self._answers(http, slots, prompt, params) for prompt in prompts])
+            return await gather([self._answers(http, slots, prompt, params) for prompt in prompts])
 
         return [completion for part in run(all_of_them) for completion in part]
 
@@ -82,7 +82,7 @@ class Server:
                 key = seed_key(params.seed, params.step, prompt.id, prompt.draw, len(found))
                 try:
                     choices = await self._ask(http, prompt, params, params.n - len(found), key)
-                except Failed as error:
+                except RequestFailed as error:
                     rest = range(len(found), params.n)
                     return found + [_completion(prompt, i, key, "", "error", str(error)) for i in rest]
                 for choice in choices[: params.n - len(found)]:
@@ -107,13 +107,13 @@ class Server:
         else:
             path = "/chat/completions"
             body["messages"] = [dict(message) for message in prompt.messages]
-        answer = await persist(
-            Patience(TRIES, DEADLINE_S, PAUSE_S),
+        answer = await retry(
+            RetryPolicy(TRIES, DEADLINE_S, PAUSE_S),
             lambda _, seconds: http.ask("POST", self.url + path, body, timeout_s=seconds, key=_key()),
         )
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or not choices:
-            raise Failed("the server's answer has no choices")
+            raise RequestFailed("the server's answer has no choices")
         return choices
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.engine.remote.capabilities import ask_capabilities, require_fit
-from tinyllm.engine.remote.dialects import Answer, Ask, Bad, require_sound
-from tinyllm.engine.remote.http import Failed, Http, Patience, persist, run, together
+from tinyllm.engine.remote.dialects import CompletionRequest, CompletionResponse, InvalidResponse, require_sound
+from tinyllm.engine.remote.http import Http, RequestFailed, RetryPolicy, gather, retry, run
 from tinyllm.engine.remote.servers import Server, Servers, api_key
 from tinyllm.engine.sampling import seed_key
 from tinyllm.errors import EngineError
@@ -71,12 +71,12 @@ class HTTPRolloutClient:
         servers: Servers,
         *,
         max_concurrent: int = 64,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         tokenizer: Any = None,
         vocab_size: int | None = None,
     ) -> None:
         assert max_concurrent >= 1, max_concurrent
-        self.servers, self.max_concurrent, self.patience = servers, max_concurrent, patience or Patience()
+        self.servers, self.max_concurrent, self.patience = servers, max_concurrent, patience or RetryPolicy()
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.accounting = Accounting()
         self.run: Callable[[Callable[[Http], Coroutine[Any, Any, Any]]], Any] = run
@@ -107,7 +107,7 @@ class HTTPRolloutClient:
         urls = [clean_url(url) for url in urls]
         if len(set(urls)) != len(urls) or not urls:
             raise EngineError(f"engine.urls = {', '.join(urls) or 'nothing'}: give each server once")
-        patience = Patience(attempts, deadline_s)
+        patience = RetryPolicy(attempts, deadline_s)
 
         async def ask_all(http: Http) -> list[Any]:
             questions = [
@@ -122,7 +122,7 @@ class HTTPRolloutClient:
                 )
                 for url in urls
             ]
-            return await together(questions)
+            return await gather(questions)
 
         servers = Servers([Server(facts, facts.model) for facts in run(ask_all)])
         return cls(
@@ -169,7 +169,7 @@ class HTTPRolloutClient:
         self.servers.enter_loop()
         wanted, done, call = self._begin([prompt], params)
         try:
-            await together([call.one(http, slots, index, want) for index, want in enumerate(wanted)])
+            await gather([call.one(http, slots, index, want) for index, want in enumerate(wanted)])
         finally:
             self._settle(wanted, done)
         return [done[index] for index in range(len(wanted))]
@@ -216,7 +216,7 @@ class _Call:
         client = self.client
         client.servers.enter_loop()
         slots = asyncio.Semaphore(client.max_concurrent)
-        await together([self.one(http, slots, index, want) for index, want in enumerate(wanted)])
+        await gather([self.one(http, slots, index, want) for index, want in enumerate(wanted)])
         await self._require_same_weights(http, wanted)
 
     async def _complete(self, http: Http, index: int, want: _Wanted) -> Completion:
@@ -225,7 +225,7 @@ class _Call:
         async def attempt(number: int, seconds: float) -> Completion:
             nonlocal server
             server = client.servers.pick(avoid=server)
-            ask = Ask(
+            ask = CompletionRequest(
                 f"{want.name}.{number}", server.model, want.prompt.token_ids, want.key, self.params, server.facts.seeds
             )
             sent_under = server.revision
@@ -239,14 +239,14 @@ class _Call:
             return self._accept(want, answer, spans[0].revision, spans if len(spans) > 1 else ())
 
         try:
-            return await persist(client.patience, attempt)
-        except (Failed, Bad) as error:
+            return await retry(client.patience, attempt)
+        except (RequestFailed, InvalidResponse) as error:
             where = f" ({server.url})" if server else ""
             client.accounting.failed[error.kind] += 1
             return _failed(want, f"{error}{where}")
 
     def _accept(
-        self, want: _Wanted, answer: Answer, revision: Revision, spans: tuple[RevisionSpan, ...] = ()
+        self, want: _Wanted, answer: CompletionResponse, revision: Revision, spans: tuple[RevisionSpan, ...] = ()
     ) -> Completion:
         ids = tuple(answer.token_ids)
         text = answer.text
@@ -271,21 +271,21 @@ class _Call:
             assert server.read_label is not None
             try:
                 label = await server.read_label(http)
-            except Failed as error:
+            except RequestFailed as error:
                 label = f"unknown: {error}"
             if label == server.label:
                 continue
-            server.fence(f"its weights are {label!r}, not the published {server.label!r}")
+            server.quarantine(f"its weights are {label!r}, not the published {server.label!r}")
             for index, by in self.sent_by.items():
                 if by is server and self.done[index].finish_reason != "error":
                     kind = "unconfirmed revision"
                     self.client.accounting.failed[kind] += 1
-                    self.done[index] = _failed(wanted[index], f"{kind}: {server.fenced}")
+                    self.done[index] = _failed(wanted[index], f"{kind}: {server.quarantined}")
 
 
 async def exchange(
-    http: Http, server: Server, ask: Ask, seconds: float, accounting: Accounting | None = None
-) -> Answer:
+    http: Http, server: Server, ask: CompletionRequest, seconds: float, accounting: Accounting | None = None
+) -> CompletionResponse:
     """One request to one server, its answer read but not yet judged. Raises Failed and Bad."""
     books = accounting or Accounting()
     books.attempts += 1
@@ -294,7 +294,7 @@ async def exchange(
         body = await http.ask(
             "POST", server.url + server.dialect.path, server.dialect.write(ask), timeout_s=seconds, key=api_key()
         )
-    except Failed as error:
+    except RequestFailed as error:
         books.cut_off += error.kind == "no answer in time"
         await server.suspect(http, error)
         raise
@@ -303,27 +303,27 @@ async def exchange(
     answer = server.dialect.read(body)
     if server.facts.echoes_id and not (answer.id or "").endswith(ask.id):
         books.strangers += 1
-        raise Failed("another request's answer", f"id {answer.id!r}, asked {ask.id!r}", again=True)
+        raise RequestFailed("another request's answer", f"id {answer.id!r}, asked {ask.id!r}", again=True)
     return answer
 
 
-def revision_of(answer: Answer, server: Server) -> Revision:
+def revision_of(answer: CompletionResponse, server: Server) -> Revision:
     """The revision that the server confirmed for these tokens. Raises Bad when it is several, or not the published."""
     if answer.spans is None:
         return server.revision or Revision(-1, "")
     versions = list(dict.fromkeys(version for version, _, _ in answer.spans))
     covered = sum(end - start for _, start, end in answer.spans)
     if len(versions) != 1 or covered != len(answer.token_ids):
-        raise Bad("mixed revisions", f"tokens of {versions or 'no revision'}, of {covered} tokens said")
+        raise InvalidResponse("mixed revisions", f"tokens of {versions or 'no revision'}, of {covered} tokens said")
     if server.label is None:
         return parse_label(versions[0])
     if versions[0] != server.label:
-        raise Bad("unconfirmed revision", f"sampled by {versions[0]!r}, published was {server.label!r}")
+        raise InvalidResponse("unconfirmed revision", f"sampled by {versions[0]!r}, published was {server.label!r}")
     assert server.revision is not None
     return server.revision
 
 
-def spans_of(answer: Answer, server: Server, sent_under: Revision | None) -> tuple[RevisionSpan, ...]:
+def spans_of(answer: CompletionResponse, server: Server, sent_under: Revision | None) -> tuple[RevisionSpan, ...]:
     """Which revisions drew these tokens, each confirmed by the server. Raises Bad for one that is not, and for gaps.
 
     sent_under: the server's when the request was sent; a server whose answers name none goes on with these weights.
@@ -335,15 +335,19 @@ def spans_of(answer: Answer, server: Server, sent_under: Revision | None) -> tup
     for version, start, end in answer.spans:
         revision = server.confirmed.get(version)
         if revision is None:
-            raise Bad("unconfirmed revision", f"sampled by {version!r}, published was {server.label!r}")
+            raise InvalidResponse("unconfirmed revision", f"sampled by {version!r}, published was {server.label!r}")
         if start != (found[-1].end if found else 0) or end <= start:
-            raise Bad("mixed revisions", f"tokens {start} to {end} are said to be of {version!r}, after {found}")
+            raise InvalidResponse(
+                "mixed revisions", f"tokens {start} to {end} are said to be of {version!r}, after {found}"
+            )
         if found and found[-1].revision == revision:
             found[-1] = RevisionSpan(revision, found[-1].start, end)
         else:
             found.append(RevisionSpan(revision, start, end))
     if not found or found[-1].end != count:
-        raise Bad("mixed revisions", f"revisions of {found[-1].end if found else 0} of {count} tokens were said")
+        raise InvalidResponse(
+            "mixed revisions", f"revisions of {found[-1].end if found else 0} of {count} tokens were said"
+        )
     return tuple(found)
 
 

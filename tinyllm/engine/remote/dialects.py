@@ -13,7 +13,7 @@ from typing import Any
 from tinyllm.records import SamplingParams
 
 
-class Bad(Exception):
+class InvalidResponse(Exception):
     """An answer that cannot be used: `kind` is a few words to count by, the text says more."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -22,7 +22,7 @@ class Bad(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """One completion to ask for."""
 
     id: str
@@ -36,7 +36,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CompletionResponse:
     """What a server answered, not yet checked against what was asked."""
 
     id: str | None
@@ -55,10 +55,10 @@ class Dialect:
 
     name: str
     path: str
-    write: Callable[[Ask], dict[str, Any]]
-    read: Callable[[Any], Answer]
+    write: Callable[[CompletionRequest], dict[str, Any]]
+    read: Callable[[Any], CompletionResponse]
     """Raises Bad."""
-    write_tops: Callable[[Ask], dict[str, Any]]
+    write_tops: Callable[[CompletionRequest], dict[str, Any]]
     """The same request, asking for the two likeliest alternatives of each token too."""
     read_tops: Callable[[Any], list[float]]
     """Their log-probabilities for the first token. Raises Bad."""
@@ -67,7 +67,7 @@ class Dialect:
 # /v1/completions
 
 
-def _write_completions(ask: Ask) -> dict[str, Any]:
+def _write_completions(ask: CompletionRequest) -> dict[str, Any]:
     p = ask.params
     return {
         "model": ask.model,
@@ -90,25 +90,25 @@ def _write_completions(ask: Ask) -> dict[str, Any]:
     }
 
 
-def _write_tinyllm(ask: Ask) -> dict[str, Any]:
+def _write_tinyllm(ask: CompletionRequest) -> dict[str, Any]:
     """Random numbers by key instead of by seed: those of the embedded engine for the same prompt, step and sample."""
     return _write_completions(ask) | {"seed_keys": [ask.key]}
 
 
-def _write_vllm(ask: Ask) -> dict[str, Any]:
+def _write_vllm(ask: CompletionRequest) -> dict[str, Any]:
     body = _write_completions(ask) | {"repetition_penalty": 1.0, "min_tokens": 0, "skip_special_tokens": True}
     return body | ({"seed": ask.key} if ask.seeded else {})
 
 
-def _read_completions(body: Any) -> Answer:
+def _read_completions(body: Any) -> CompletionResponse:
     choice = _one_choice(body)
     ids, logprobs = choice.get("token_ids"), _part(choice, "logprobs").get("token_logprobs")
     if not isinstance(ids, list):
-        raise Bad("no token ids", "the choice has no list token_ids")
+        raise InvalidResponse("no token ids", "the choice has no list token_ids")
     if not isinstance(logprobs, list):
-        raise Bad("no log-probabilities", "the choice has no list logprobs.token_logprobs")
+        raise InvalidResponse("no log-probabilities", "the choice has no list logprobs.token_logprobs")
     spans = choice.get("weight_versions")
-    return Answer(
+    return CompletionResponse(
         id=_text_or_none(body.get("id")),
         model=_text_or_none(body.get("model")),
         token_ids=ids,
@@ -122,14 +122,14 @@ def _read_completions(body: Any) -> Answer:
 def _read_completions_tops(body: Any) -> list[float]:
     tops = _part(_one_choice(body), "logprobs").get("top_logprobs")
     if not isinstance(tops, list) or not tops or not isinstance(tops[0], Mapping):
-        raise Bad("no alternatives", "the choice has no logprobs.top_logprobs")
+        raise InvalidResponse("no alternatives", "the choice has no logprobs.top_logprobs")
     return _numbers(list(tops[0].values()))
 
 
 # SGLang's /generate
 
 
-def _write_sglang(ask: Ask) -> dict[str, Any]:
+def _write_sglang(ask: CompletionRequest) -> dict[str, Any]:
     p = ask.params
     sampling = {
         "max_new_tokens": p.max_new_tokens,
@@ -158,25 +158,29 @@ def _write_sglang(ask: Ask) -> dict[str, Any]:
     }
 
 
-def _read_sglang(body: Any) -> Answer:
+def _read_sglang(body: Any) -> CompletionResponse:
     if isinstance(body, list):
         if len(body) != 1:
-            raise Bad("several answers", f"{len(body)} for one request")
+            raise InvalidResponse("several answers", f"{len(body)} for one request")
         body = body[0]
     meta = _part(body, "meta_info")
     pairs = meta.get("output_token_logprobs")
     if not isinstance(pairs, list):
-        raise Bad("no log-probabilities", "the answer has no list meta_info.output_token_logprobs")
+        raise InvalidResponse("no log-probabilities", "the answer has no list meta_info.output_token_logprobs")
     if not all(isinstance(pair, list) and len(pair) >= 2 for pair in pairs):
-        raise Bad("no token ids", "an entry of output_token_logprobs is no [log-probability, token id, text]")
+        raise InvalidResponse(
+            "no token ids", "an entry of output_token_logprobs is no [log-probability, token id, text]"
+        )
     ids = [pair[1] for pair in pairs]
     given = body.get("output_ids")  # some versions leave the stop token out here; each logprob names its token itself
     if isinstance(given, list) and given not in (ids, ids[:-1]):
-        raise Bad("ids and log-probabilities differ", f"{len(given)} output_ids, {len(ids)} log-probabilities")
+        raise InvalidResponse(
+            "ids and log-probabilities differ", f"{len(given)} output_ids, {len(ids)} log-probabilities"
+        )
     version, spans = meta.get("weight_version"), meta.get("weight_versions")
     if spans is None and isinstance(version, str):
         spans = [{"version": version, "start": 0, "end": len(ids)}]
-    return Answer(
+    return CompletionResponse(
         id=_text_or_none(meta.get("id")),
         model=None,
         token_ids=ids,
@@ -190,7 +194,7 @@ def _read_sglang(body: Any) -> Answer:
 def _read_sglang_tops(body: Any) -> list[float]:
     tops = _part(body[0] if isinstance(body, list) and body else body, "meta_info").get("output_top_logprobs")
     if not isinstance(tops, list) or not tops or not isinstance(tops[0], list):
-        raise Bad("no alternatives", "the answer has no meta_info.output_top_logprobs")
+        raise InvalidResponse("no alternatives", "the answer has no meta_info.output_top_logprobs")
     return _numbers([entry[0] if isinstance(entry, list) and entry else None for entry in tops[0]])
 
 
@@ -229,48 +233,52 @@ DIALECTS: Mapping[str, Dialect] = {
 # What is asked of every answer
 
 
-def require_sound(answer: Answer, ask: Ask, vocab_size: int | None = None) -> Answer:
-    """The answer with its finish reason as the trainer counts it. Raises Bad for what cannot be trained on."""
+def require_sound(
+    answer: CompletionResponse, ask: CompletionRequest, vocab_size: int | None = None
+) -> CompletionResponse:
+    """The answer with its finish reason as the trainer counts it. Raises InvalidResponse for what cannot be trained."""
     ids, logprobs, p = answer.token_ids, answer.logprobs, ask.params
     if answer.model is not None and ask.model and answer.model != ask.model:
-        raise Bad("wrong model", f"{answer.model!r} answered, {ask.model!r} was asked")
+        raise InvalidResponse("wrong model", f"{answer.model!r} answered, {ask.model!r} was asked")
     if answer.finish_reason not in ("stop", "length"):
-        raise Bad("cut short", f"finish reason {answer.finish_reason!r}")
+        raise InvalidResponse("cut short", f"finish reason {answer.finish_reason!r}")
     if not ids:
-        raise Bad("empty", "no token was sampled")
+        raise InvalidResponse("empty", "no token was sampled")
     if len(ids) != len(logprobs):
-        raise Bad("ids and log-probabilities differ", f"{len(ids)} ids, {len(logprobs)} log-probabilities")
+        raise InvalidResponse("ids and log-probabilities differ", f"{len(ids)} ids, {len(logprobs)} log-probabilities")
     for position, (token, logp) in enumerate(zip(ids, logprobs, strict=True)):
         if type(token) is not int or not 0 <= token < (vocab_size or 2**31):
-            raise Bad("bad token id", f"{token!r} at position {position}")
+            raise InvalidResponse("bad token id", f"{token!r} at position {position}")
         if not _is_logprob(logp):
-            raise Bad("bad log-probability", f"{logp!r} at position {position}")
+            raise InvalidResponse("bad log-probability", f"{logp!r} at position {position}")
     if len(ids) > p.max_new_tokens:
-        raise Bad("too long", f"{len(ids)} tokens, {p.max_new_tokens} were asked for")
+        raise InvalidResponse("too long", f"{len(ids)} tokens, {p.max_new_tokens} were asked for")
     return _require_stop(answer, p)
 
 
-def _require_stop(answer: Answer, p: SamplingParams) -> Answer:
+def _require_stop(answer: CompletionResponse, p: SamplingParams) -> CompletionResponse:
     ids = answer.token_ids
     stops = set(p.stop_token_ids)
     early = [position for position, token in enumerate(ids[:-1]) if token in stops]
     if early:
-        raise Bad("stop token ignored", f"token {ids[early[0]]} at position {early[0]} of {len(ids)}")
+        raise InvalidResponse("stop token ignored", f"token {ids[early[0]]} at position {early[0]} of {len(ids)}")
     if ids[-1] in stops:  # vLLM says "length" when the last token that fits is a stop token
-        return Answer(answer.id, answer.model, ids, answer.logprobs, "stop", answer.text, answer.spans)
+        return CompletionResponse(answer.id, answer.model, ids, answer.logprobs, "stop", answer.text, answer.spans)
     if answer.finish_reason == "stop" and stops and not p.stop_strings:
-        raise Bad("stop token dropped", f"it stopped, but its last token {ids[-1]} is no stop token")
+        raise InvalidResponse("stop token dropped", f"it stopped, but its last token {ids[-1]} is no stop token")
     if answer.finish_reason == "length" and len(ids) < p.max_new_tokens:
-        raise Bad("cut short", f"after {len(ids)} of {p.max_new_tokens} tokens, by a limit of the server's own")
+        raise InvalidResponse(
+            "cut short", f"after {len(ids)} of {p.max_new_tokens} tokens, by a limit of the server's own"
+        )
     return answer
 
 
 def _one_choice(body: Any) -> Mapping[str, Any]:
     choices = _part({"answer": body}, "answer").get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-        raise Bad("no choices", "the answer has no list of choices")
+        raise InvalidResponse("no choices", "the answer has no list of choices")
     if len(choices) > 1:
-        raise Bad("several answers", f"{len(choices)} choices, one was asked for")
+        raise InvalidResponse("several answers", f"{len(choices)} choices, one was asked for")
     return choices[0]
 
 
@@ -285,7 +293,7 @@ def _text_or_none(value: Any) -> str | None:
 
 def _numbers(values: list[Any]) -> list[float]:
     if not all(_is_logprob(value) for value in values):
-        raise Bad("bad alternatives", f"{values!r:.80}")
+        raise InvalidResponse("bad alternatives", f"{values!r:.80}")
     return values
 
 
@@ -298,4 +306,4 @@ def _spans(spans: Any) -> tuple[tuple[str, int, int], ...]:
     try:
         return tuple((str(span["version"]), int(span["start"]), int(span["end"])) for span in spans)
     except (TypeError, KeyError, ValueError, OverflowError):
-        raise Bad("bad revision spans", f"{spans!r:.80}") from None
+        raise InvalidResponse("bad revision spans", f"{spans!r:.80}") from None

@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 30.0
 _jitter = random.Random()  # of pauses alone; never the process's own stream
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """A request without a usable answer: `kind` is a few words to count by, the text says more.
 
     again: whether the same request may succeed later; pause_s: how long the server asked to wait.
@@ -44,7 +44,7 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long and how often a request is tried. Nothing around it tries again, so the bounds are the whole ones."""
 
     attempts: int = 4
@@ -69,22 +69,22 @@ class Http:
             async with asyncio.timeout(timeout_s):
                 response = await self._client(url).request(method, url, json=body, headers=headers)
         except TimeoutError:
-            raise Failed("no answer in time", f"none within {timeout_s:.3g} s", again=True) from None
+            raise RequestFailed("no answer in time", f"none within {timeout_s:.3g} s", again=True) from None
         except httpx2.ConnectError as error:
-            raise Failed("no connection", _os_reason(error), again=True) from None
+            raise RequestFailed("no connection", _os_reason(error), again=True) from None
         except httpx2.TransportError as error:
-            raise Failed("the connection broke", type(error).__name__, again=True) from None
+            raise RequestFailed("the connection broke", type(error).__name__, again=True) from None
         except (httpx2.InvalidURL, httpx2.DecodingError, UnicodeError) as error:
-            raise Failed("no request", f"{type(error).__name__}: {error}") from None
+            raise RequestFailed("no request", f"{type(error).__name__}: {error}") from None
         status = response.status_code
         if not 200 <= status < 300:
             said = " ".join(_said(response, key)[:300].split())
             wait = _seconds(response.headers.get("Retry-After"))
-            raise Failed(f"HTTP {status}", said, status=status, again=status in AGAIN, pause_s=wait)
+            raise RequestFailed(f"HTTP {status}", said, status=status, again=status in AGAIN, pause_s=wait)
         try:
             return json.loads(response.content)
         except (ValueError, RecursionError):
-            raise Failed("the answer is not JSON", repr(_said(response, key)[:60])) from None
+            raise RequestFailed("the answer is not JSON", repr(_said(response, key)[:60])) from None
 
     def _client(self, url: str) -> httpx2.AsyncClient:
         """One for TLS, whose certificates take time to load, and one without. Loopback never goes through a proxy."""
@@ -102,7 +102,7 @@ class Http:
             await client.aclose()
 
 
-async def persist(patience: Patience, attempt: Callable[[int, float], Awaitable[T]]) -> T:
+async def retry(patience: RetryPolicy, attempt: Callable[[int, float], Awaitable[T]]) -> T:
     """attempt(number from 1, seconds it may take) until it succeeds, or fails for good. Raises its last Failed."""
     clock = asyncio.get_running_loop().time
     end = clock() + patience.deadline_s
@@ -112,7 +112,7 @@ async def persist(patience: Patience, attempt: Callable[[int, float], Awaitable[
         last = number == patience.attempts
         try:
             return await attempt(number, left if last else left / 2)
-        except Failed as error:
+        except RequestFailed as error:
             wait = max(error.pause_s, pause * _jitter.uniform(0.5, 1.0))
             if last or not error.again or clock() + wait >= end:
                 raise
@@ -151,7 +151,7 @@ def run(work: Callable[[Http], Coroutine[Any, Any, T]]) -> T:
         thread.join()
 
 
-async def together(tasks: list[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather(tasks: list[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order; the first exception cancels the others."""
     running = [asyncio.ensure_future(task) for task in tasks]
     try:

@@ -11,12 +11,12 @@ from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.remote.canary import TOLERANCES, Canary, Score
 from tinyllm.engine.remote.client import HTTPRolloutClient
-from tinyllm.engine.remote.http import Patience
-from tinyllm.engine.remote.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, Way
+from tinyllm.engine.remote.http import RetryPolicy
+from tinyllm.engine.remote.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, WeightTransfer
 from tinyllm.engine.remote.servers import Confirmed
 from tinyllm.errors import EngineError
 from tinyllm.pool.served_workers import Loop, ServedWorker
-from tinyllm.pool.workers import Staff
+from tinyllm.pool.workers import WorkerGroup
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 
 _WAYS: dict[tuple[str, str], type[Any]] = {
@@ -64,12 +64,12 @@ class ServedEngine:
         dtype = str(policy.head_weight.dtype).removeprefix("torch.")
         tolerance = config.canary_tolerance or TOLERANCES.get(dtype, 0.05)
         canary = Canary(prompts[0].token_ids, score, tolerance, tokens=min(16, params.max_new_tokens))
-        patience = Patience(config.attempts, config.deadline_s)
+        patience = RetryPolicy(config.attempts, config.deadline_s)
         self.publisher = Publisher(self.client.servers, self._way(config), folder or Path(), canary, patience)
         # A server of another precision holds other bits of the same weights; there the canary alone must do
         self._same_bits = not self.adapters and all(s.facts.dtype in (None, dtype) for s in self.client.servers.all)
 
-    def _way(self, config: EngineConfig) -> Way:
+    def _way(self, config: EngineConfig) -> WeightTransfer:
         kinds = sorted({server.facts.server for server in self.client.servers.all})
         if len(kinds) > 1:
             raise EngineError(f"engine.urls are servers of several kinds ({', '.join(kinds)}); use one kind in a run")
@@ -81,7 +81,7 @@ class ServedEngine:
             raise EngineError(f"{kinds[0]} takes new weights as LoRA adapters; set lora.rank (for example to 16)")
         return way()
 
-    def staff(self, groups: int, max_lag: int) -> Staff:
+    def staff(self, groups: int, max_lag: int) -> WorkerGroup:
         """The servers as the engines of a pool, at most so many groups at a time. Raises EngineError."""
         kind = self.client.servers.all[0].facts.server
         if max_lag and kind == "sglang":
@@ -91,7 +91,7 @@ class ServedEngine:
         self.client.run = self.publisher.run = loop.run
         if isinstance(self.publisher.way, VLLMLora):  # a request keeps the adapter it was sent with
             self.publisher.way.kept = max(self.publisher.way.kept, max_lag + 2)
-        return Staff("servers", 1, lambda: ServedWorker(self.client, loop), groups)
+        return WorkerGroup("servers", 1, lambda: ServedWorker(self.client, loop), groups)
 
     def close(self) -> None:
         """Ends what `staff` began."""
@@ -110,7 +110,7 @@ class ServedEngine:
             self.publisher.publish(revision, self.policy, revision.hash if self._same_bits else None)
             return servers.confirmed()
 
-        servers.adopt(self.ranks.lead(publish))
+        servers.adopt(self.ranks.on_main(publish))
 
     def facts(self) -> list[dict[str, Any]]:
         """What each server can give, for the manifest."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tinyllm.engine.remote.capabilities import Capabilities, alive
 from tinyllm.engine.remote.dialects import DIALECTS, Dialect
-from tinyllm.engine.remote.http import Failed, Http
+from tinyllm.engine.remote.http import Http, RequestFailed
 from tinyllm.errors import EngineError
 from tinyllm.records import Revision
 
@@ -50,7 +50,7 @@ class Server:
     """Every version it was seen to run, the newest last: a request may begin under one and end under another."""
     updating: bool = False
     """Whether an update is under way, of which it is not known yet whether the server took it."""
-    fenced: str | None = None
+    quarantined: str | None = None
     """Why it gets no requests; None when it does."""
     outstanding: int = 0
     checking: asyncio.Lock | None = field(default=None, repr=False)
@@ -64,17 +64,17 @@ class Server:
     def dialect(self) -> Dialect:
         return DIALECTS[self.facts.server]
 
-    def fence(self, reason: str) -> None:
+    def quarantine(self, reason: str) -> None:
         """No more requests to this server, until it takes an update."""
-        if self.fenced is None:
+        if self.quarantined is None:
             log.warning("%s gets no more requests: %s", self.url, reason)
-        self.fenced = reason
+        self.quarantined = reason
 
     def confirm(self, revision: Revision, label: str) -> None:
         """It runs these weights, and was seen to."""
-        if self.fenced is not None:
+        if self.quarantined is not None:
             log.warning("%s gets requests again: it runs revision %s", self.url, revision)
-        self.revision, self.label, self.fenced = revision, label, None
+        self.revision, self.label, self.quarantined = revision, label, None
         self.confirmed[label] = revision
         for old in list(self.confirmed)[:-_REMEMBERED]:
             del self.confirmed[old]
@@ -84,19 +84,19 @@ class Server:
         while self.updating:
             await asyncio.sleep(_LOOK_S)
 
-    async def suspect(self, http: Http, error: Failed) -> None:
+    async def suspect(self, http: Http, error: RequestFailed) -> None:
         """After a failure that a dead server would give: fence it off when it does not say that it works."""
         if error.kind == "no answer in time" or (error.status is not None and error.status < 500):
             return  # slow or busy
         if self.checking is None:
             self.checking = asyncio.Lock()
         async with self.checking:
-            if self.fenced is not None or time.monotonic() - self.checked_at < _CHECKED_S:
+            if self.quarantined is not None or time.monotonic() - self.checked_at < _CHECKED_S:
                 return
             works = await alive(http, self.url, api_key())
             self.checked_at = time.monotonic()
             if not works:
-                self.fence(f"it does not work any more ({error})")
+                self.quarantine(f"it does not work any more ({error})")
 
 
 Confirmed = tuple[str, str | None, Revision | None, str | None]
@@ -113,23 +113,23 @@ class Servers:
 
     @property
     def live(self) -> list[Server]:
-        return [server for server in self.all if server.fenced is None]
+        return [server for server in self.all if server.quarantined is None]
 
     def require_live(self) -> list[Server]:
         """Those that work. Raises EngineError, with each one's reason, when there is none."""
         if not self.live:
-            reasons = "; ".join(f"{server.url}: {server.fenced}" for server in self.all)
+            reasons = "; ".join(f"{server.url}: {server.quarantined}" for server in self.all)
             raise EngineError(f"no server is left to sample on ({reasons}); start it again and resume the run")
         return self.live
 
     def confirmed(self) -> list[Confirmed]:
         """What each has confirmed, for another process that samples on the same servers."""
-        return [(server.model, server.label, server.revision, server.fenced) for server in self.all]
+        return [(server.model, server.label, server.revision, server.quarantined) for server in self.all]
 
     def adopt(self, confirmed: Sequence[Confirmed]) -> None:
         """Take over what another process saw confirmed."""
-        for server, (model, label, revision, fenced) in zip(self.all, confirmed, strict=True):
-            server.model, server.label, server.revision, server.fenced = model, label, revision, fenced
+        for server, (model, label, revision, quarantined) in zip(self.all, confirmed, strict=True):
+            server.model, server.label, server.revision, server.quarantined = model, label, revision, quarantined
 
     def pick(self, avoid: Server | None = None) -> Server:
         """The one with the fewest requests under way; not the one that just failed, where there is another."""

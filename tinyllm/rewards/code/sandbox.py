@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from tinyllm.errors import RewardError
 from tinyllm.rewards.code import sandbox_seccomp
-from tinyllm.rewards.code.sandbox_limits import Group, tree_usage
+from tinyllm.rewards.code.sandbox_limits import LimitGroup, tree_usage
 
 Level = Literal["bubblewrap", "landlock", "unsafe-no-sandbox"]
 START_S = 20.0
@@ -106,7 +106,7 @@ def _run(rung: Rung, request: dict[str, Any], stdin: bytes, limits: Limits) -> O
         "landlock": [*python_files(), *shared_libraries(), "/dev/null"] if alone else [],
         "seccomp": sandbox_seccomp.program(alone=True).hex() if alone else "",
     }
-    with Group(limits.memory_mb << 20, limits.processes + 3) as group:
+    with LimitGroup(limits.memory_mb << 20, limits.processes + 3) as group:
         started = _start(rung, group, limits)
         try:
             return _converse(started, marshal.dumps(message), secret.encode() + b" ", stdin, limits, group)
@@ -182,7 +182,12 @@ def bubblewrap() -> str | None:
 def describe(level: Level | Literal["auto"] = "auto") -> dict[str, Any]:
     """The chosen rung, for the manifest of a run."""
     rung = choose(level)
-    return {"level": rung.level, "user_namespace": rung.user_namespace, "version": rung.version, "cgroup": Group.kind()}
+    return {
+        "level": rung.level,
+        "user_namespace": rung.user_namespace,
+        "version": rung.version,
+        "cgroup": LimitGroup.kind(),
+    }
 
 
 @functools.cache
@@ -223,7 +228,7 @@ class _Started:
                 os.close(descriptor)
 
 
-def _start(rung: Rung, group: Group, limits: Limits) -> _Started:
+def _start(rung: Rung, group: LimitGroup, limits: Limits) -> _Started:
     request_read, request_write = os.pipe()
     channel_read, channel_write = os.pipe()
     filter_read, filter_write = os.pipe()
@@ -283,7 +288,9 @@ def _bwrap(rung: Rung, limits: Limits, filter_fd: int) -> list[str]:
 # Talking to it
 
 
-def _converse(started: _Started, request: bytes, secret: bytes, stdin: bytes, limits: Limits, group: Group) -> Outcome:
+def _converse(
+    started: _Started, request: bytes, secret: bytes, stdin: bytes, limits: Limits, group: LimitGroup
+) -> Outcome:
     """Feed the request and standard input, collect reports and output, keep the clock. Ends everything before it
     returns."""
     process = started.process

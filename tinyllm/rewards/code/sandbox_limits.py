@@ -49,7 +49,7 @@ def _usable(name: str, folder: Path) -> bool:
     return usable
 
 
-class Group:
+class LimitGroup:
     """A cgroup for one run: memory in bytes, processes counted. Where none can be made it does nothing."""
 
     def __init__(self, memory: int, processes: int) -> None:
@@ -67,7 +67,7 @@ class Group:
         """Files a process writes its id to, to join."""
         return [str(folder / "cgroup.procs") for folder in self._folders.values()]
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> LimitGroup:
         values = {
             "memory": [("memory.limit_in_bytes", self._memory), ("memory.swappiness", 0)],
             "pids": [("pids.max", self._processes)],

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.records import Verdict
-from tinyllm.rewards.base import Probe, Row, Verifier, correct
+from tinyllm.rewards.base import Row, SelfTest, Verifier, correct
 from tinyllm.rewards.code import sandbox
 from tinyllm.rewards.code.condition import Condition, ConditionError
 from tinyllm.rewards.code.sandbox import Limits, Outcome
@@ -110,12 +110,12 @@ class CodeVerifier(Verifier):
         outcome = self._run(_request(tests, source), b"")
         return f"stopped by its limit of {outcome.stopped}" if outcome.stopped else "; ".join(outcome.reports[1:])[:300]
 
-    def probes(self, row: Row) -> list[Probe]:
+    def probes(self, row: Row) -> list[SelfTest]:
         tests = read_tests(row)
         stub = f"def {tests.entry}(*_):\n    return None" if tests.entry else "print('none of it')"
-        found = [Probe("a stub", f"```python\n{stub}\n```", 0)]
+        found = [SelfTest("a stub", f"```python\n{stub}\n```", 0)]
         if row.get("solution"):
-            found.insert(0, Probe("reference solution", f"```python\n{row['solution']}\n```", 1))
+            found.insert(0, SelfTest("reference solution", f"```python\n{row['solution']}\n```", 1))
         return found
 
     def _limits(self) -> Limits:

@@ -17,7 +17,7 @@ from typing import Any
 import mpmath
 
 from tinyllm.rewards.gym.readers import FormulaReader, arithmetic, letters, truth
-from tinyllm.rewards.math.compare import Rules
+from tinyllm.rewards.math.compare import CompareRules
 from tinyllm.rewards.math.compare import same as same_answer
 from tinyllm.rewards.math.reader import Tree, read
 from tinyllm.rewards.math.tokens import Unreadable
@@ -259,7 +259,7 @@ def _read(text: str) -> Tree | None:
 
 def _equal(gold: Tree, answer: Tree) -> bool:
     try:
-        return same_answer(gold, answer, Rules()) is True
+        return same_answer(gold, answer, CompareRules()) is True
     except (TooLarge, Undefined):
         return False
 

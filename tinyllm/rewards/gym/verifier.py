@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from tinyllm.errors import DataError
 from tinyllm.records import Verdict
-from tinyllm.rewards.base import Probe, Row, Verifier, correct
+from tinyllm.rewards.base import Row, SelfTest, Verifier, correct
 from tinyllm.rewards.gym.checks import CHECKS, OPEN_GOLDS, BadGold, Check, wrong_gold
 from tinyllm.rewards.text.extract import Region
 
@@ -35,9 +35,9 @@ class GymVerifier(Region, Verifier):
     def explain(self, row: Row, text: str) -> str:
         return self.find(text)[1]
 
-    def probes(self, row: Row) -> list[Probe]:
-        wrong = Probe("another value", self.write("banana 3 of them"), 0)
-        return [wrong] if self._is_open(row) else [Probe("gold", self.write(str(row["answer"])), 1), wrong]
+    def probes(self, row: Row) -> list[SelfTest]:
+        wrong = SelfTest("another value", self.write("banana 3 of them"), 0)
+        return [wrong] if self._is_open(row) else [SelfTest("gold", self.write(str(row["answer"])), 1), wrong]
 
     @staticmethod
     def _is_open(row: Row) -> bool:

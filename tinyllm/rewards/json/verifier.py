@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.records import Verdict
-from tinyllm.rewards.base import Probe, Row, Verifier, correct
+from tinyllm.rewards.base import Row, SelfTest, Verifier, correct
 from tinyllm.rewards.json.formats import FORMATS
 from tinyllm.rewards.json.reader import NotJson, fenced, read_json
 from tinyllm.rewards.text.extract import after_think, cut
@@ -133,12 +133,12 @@ class JsonVerifier(Verifier):
             fault = None if why else next(self._validator(row).iter_errors(document), None)
         return why or (f"{fault.json_path}: {fault.message[:200]}" if fault else "")
 
-    def probes(self, row: Row) -> list[Probe]:
+    def probes(self, row: Row) -> list[SelfTest]:
         if self.gold is None:
             return []
         gold = row.get(self.gold)
         text = gold if isinstance(gold, str) else json.dumps(gold)
-        return [Probe("gold", text, 1), Probe("the gold and more", text + text, 0)]
+        return [SelfTest("gold", text, 1), SelfTest("the gold and more", text + text, 0)]
 
     def _document(self, text: str) -> tuple[Any, str]:
         """(document, "") or (None, why there is none): of the whole text, else of what follows the reasoning."""

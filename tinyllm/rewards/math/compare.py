@@ -16,7 +16,7 @@ MAX_ITEMS = 200
 
 
 @dataclass(frozen=True)
-class Rules:
+class CompareRules:
     """What a task allows beyond equality."""
 
     kind: str = "auto"
@@ -25,7 +25,7 @@ class Rules:
     tolerance: Fraction | None = None
 
 
-def same(gold: Tree, answer: Tree, rules: Rules) -> bool | None:
+def same(gold: Tree, answer: Tree, rules: CompareRules) -> bool | None:
     """Whether two answers are equal; None when it cannot be told. Raises TooLarge."""
     if gold == answer:
         return True
@@ -86,7 +86,7 @@ def signed(tree: Tree, sign: int) -> Tree:
     return tuple(signed(part, sign) if isinstance(part, tuple) and part else part for part in tree)
 
 
-def _same_items(gold: Sequence[Tree], answer: Sequence[Tree], rules: Rules) -> bool:
+def _same_items(gold: Sequence[Tree], answer: Sequence[Tree], rules: CompareRules) -> bool:
     if max(len(gold), len(answer)) > MAX_ITEMS:
         return False
     gold, answer = _distinct(gold, rules), _distinct(answer, rules)
@@ -101,7 +101,7 @@ def _same_items(gold: Sequence[Tree], answer: Sequence[Tree], rules: Rules) -> b
     return True
 
 
-def _distinct(values: Sequence[Tree], rules: Rules) -> list[Tree]:
+def _distinct(values: Sequence[Tree], rules: CompareRules) -> list[Tree]:
     found: list[Tree] = []
     for value in values:
         if not any(same(value, other, rules) for other in found):
@@ -109,11 +109,11 @@ def _distinct(values: Sequence[Tree], rules: Rules) -> list[Tree]:
     return found
 
 
-def _all(gold: Sequence[Tree], answer: Sequence[Tree], rules: Rules) -> bool:
+def _all(gold: Sequence[Tree], answer: Sequence[Tree], rules: CompareRules) -> bool:
     return len(gold) == len(answer) and all(same(g, a, rules) for g, a in zip(gold, answer, strict=True))
 
 
-def _unwrapped(tree: Tree, rules: Rules) -> Tree:
+def _unwrapped(tree: Tree, rules: CompareRules) -> Tree:
     """Percent signs, degrees and waived units as values."""
     if tree[0] != "unit":
         return tree
@@ -129,7 +129,7 @@ def _unwrapped(tree: Tree, rules: Rules) -> Tree:
     return tree
 
 
-def _same_unit(gold: Tree, answer: Tree, rules: Rules) -> bool | None:
+def _same_unit(gold: Tree, answer: Tree, rules: CompareRules) -> bool | None:
     if gold[0] != answer[0]:
         return False
     left, right = (ALIASES.get(tree[2], tree[2]) for tree in (gold, answer))
@@ -139,7 +139,7 @@ def _same_unit(gold: Tree, answer: Tree, rules: Rules) -> bool | None:
 # Equations and inequalities
 
 
-def _same_relation(gold: Tree, answer: Tree, rules: Rules) -> bool | None:
+def _same_relation(gold: Tree, answer: Tree, rules: CompareRules) -> bool | None:
     if gold[0] == answer[0] == "rel":
         if set(gold[2::2]) == set(answer[2::2]) == {"="} and len(gold) == len(answer) == 4:
             left, right = _assigned(gold), _assigned(answer)
@@ -181,7 +181,7 @@ def _difference(relation: Tree) -> Tree:
     return ("add", relation[1], ("neg", relation[3]))
 
 
-def _same_inequality(gold: Tree, answer: Tree, rules: Rules) -> bool:
+def _same_inequality(gold: Tree, answer: Tree, rules: CompareRules) -> bool:
     spans = interval(gold), interval(answer)
     if None not in spans:
         return symbols(gold) == symbols(answer) and bool(same(spans[0], spans[1], rules))  # type: ignore[arg-type]

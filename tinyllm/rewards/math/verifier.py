@@ -18,8 +18,8 @@ from typing import ClassVar, Literal
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.records import Verdict
-from tinyllm.rewards.base import Probe, Row, Verifier, correct, gold_text
-from tinyllm.rewards.math.compare import EXPRESSIONS, Rules, check_value, same
+from tinyllm.rewards.base import Row, SelfTest, Verifier, correct, gold_text
+from tinyllm.rewards.math.compare import EXPRESSIONS, CompareRules, check_value, same
 from tinyllm.rewards.math.reader import Tree, read
 from tinyllm.rewards.math.tokens import Unreadable
 from tinyllm.rewards.math.value import TooLarge, Undefined
@@ -54,10 +54,10 @@ class MathVerifier(Region, Verifier):
             raise RewardError(f"math.places = {self.places}; give 1 to 100")
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> CompareRules:
         """The settings as comparison takes them."""
         tolerance = None if self.places is None else Fraction(1, 10**self.places)
-        return Rules(self.kind, self.percent == "asked", self.units == "waive", tolerance)
+        return CompareRules(self.kind, self.percent == "asked", self.units == "waive", tolerance)
 
     def warm_up(self) -> None:
         read(r"\frac{1}{2}")
@@ -90,10 +90,10 @@ class MathVerifier(Region, Verifier):
             return f"the answer is not used: {error}"
         return ""
 
-    def probes(self, row: Row) -> list[Probe]:
+    def probes(self, row: Row) -> list[SelfTest]:
         gold, source = self._gold(row)
         wrong = f"{source}+1" if gold[0] in EXPRESSIONS else "\\text{none of these words}"
-        return [Probe("gold", self.write(source), 1), Probe("another value", self.write(wrong), 0)]
+        return [SelfTest("gold", self.write(source), 1), SelfTest("another value", self.write(wrong), 0)]
 
     def _region(self, text: str) -> tuple[str | None, str]:
         found, why = self.find(text)

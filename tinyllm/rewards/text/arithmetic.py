@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.records import Verdict
-from tinyllm.rewards.base import Probe, Row, Verifier, correct, gold_text
+from tinyllm.rewards.base import Row, SelfTest, Verifier, correct, gold_text
 from tinyllm.rewards.text.extract import Region, unwrap
 from tinyllm.rewards.text.numbers import Number, read_number, stated_number
 
@@ -146,14 +146,14 @@ class ArithmeticVerifier(Region, Verifier):
         pairs = [(Fraction(a), Fraction(g)) for a, g in zip(answer.numbers, gold.numbers, strict=True)]
         return all(abs(a - g) <= max(absolute, relative * abs(g)) for a, g in pairs)
 
-    def probes(self, row: Row) -> list[Probe]:
+    def probes(self, row: Row) -> list[SelfTest]:
         gold = self.read_gold(row)
         wrong = Value(gold.kind, tuple(number + 1 for number in gold.numbers), gold.unit, gold.bracket)
         if self._tolerances is not None:
             absolute, relative = map(Fraction, self._tolerances)
             shift = 1 + 2 * max(absolute, relative * max(abs(Fraction(number)) for number in gold.numbers))
             wrong = Value(gold.kind, tuple(number + shift for number in gold.numbers), gold.unit, gold.bracket)
-        return [Probe("gold", self.write(show(gold)), 1), Probe("another value", self.write(show(wrong)), 0)]
+        return [SelfTest("gold", self.write(show(gold)), 1), SelfTest("another value", self.write(show(wrong)), 0)]
 
     def _answer(self, found: str, kind: str) -> Value | None:
         if self.rule == "final":

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.records import Verdict
-from tinyllm.rewards.base import Probe, Row, Verifier, correct, gold_text
+from tinyllm.rewards.base import Row, SelfTest, Verifier, correct, gold_text
 from tinyllm.rewards.text.extract import Region, unwrap
 from tinyllm.rewards.text.numbers import read_number, stated_number
 
@@ -57,14 +57,14 @@ class FormatVerifier(Region, Verifier):
     def explain(self, row: Row, text: str) -> str:
         return self.find(text)[1]
 
-    def probes(self, row: Row) -> list[Probe]:
+    def probes(self, row: Row) -> list[SelfTest]:
         if self.gold is None:
-            return [Probe("format alone", self.write("x"), 1)]
+            return [SelfTest("format alone", self.write("x"), 1)]
         gold = self._gold(row)
         number = read_number(gold)
         others = [choice for choice in self.choices if choice != gold]
         wrong = str(number.value + 1) if number else others[0] if others else gold[::-1] + "x"
-        return [Probe("gold", self.write(gold), 1), Probe("another value", self.write(wrong), 0)]
+        return [SelfTest("gold", self.write(gold), 1), SelfTest("another value", self.write(wrong), 0)]
 
     def _gold(self, row: Row) -> str:
         gold = gold_text(row, self.gold or "")
