@@ -24,7 +24,7 @@ from tinyllm.callbacks import Callback
 from tinyllm.config.io import load_toml
 from tinyllm.config.sections import GRPOConfig
 from tinyllm.errors import ConfigError
-from tinyllm.post.parts import Parts
+from tinyllm.post.learner import Learner
 from tinyllm.post.run import train
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group
@@ -49,7 +49,7 @@ def main() -> None:
     job = load_toml(arguments.config)
     result = start(arguments)
     watch = Watch()
-    places = [*RECORDING, (Parts, "weights_hash", "hash", ()), (RunDir, "save_checkpoint", "checkpoint", ())]
+    places = [*RECORDING, (Learner, "weights_hash", "hash", ()), (RunDir, "save_checkpoint", "checkpoint", ())]
     with tempfile.TemporaryDirectory() as folder, watch.timer.wrapping(*places):
         train(short_job(job, arguments.steps, Path(folder) / "run"), callbacks=[watch])
     report(watch, job.run.checkpoint_every, result)

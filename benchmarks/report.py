@@ -24,7 +24,7 @@ from tinyllm.config.sections import GRPOConfig, TrainConfig
 from tinyllm.errors import ConfigError
 from tinyllm.record.manifest import build_manifest
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
+from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Step, Verdict
 from tinyllm.view.html import write_html
 
 BROWSER = "/usr/bin/chromium"
@@ -69,7 +69,7 @@ def made_up_run(path: Path, rollouts: int, tokens: int, steps: int, gap: float) 
     with RunDir.create(path, build_manifest(to_dict(config), hashes={}, probe={})) as run:
         for step in range(1, steps + 1):
             groups = [made_up_group(random, step, number, tokens) for number in range(prompts)]
-            run.record(step, groups)
+            run.record(Step(step, groups))
             drawn = [rollout for group in groups for rollout in group.rollouts]
             logprobs = {row: shifted(random, rollout.completion.logprobs, gap) for row, rollout in enumerate(drawn)}
             names = [(group.id, rollout.completion.sample) for group in groups for rollout in group.rollouts]

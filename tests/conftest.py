@@ -36,7 +36,7 @@ def no_picture(monkeypatch) -> None:
     import torch
 
     monkeypatch.setattr("tinyllm.view.plot.write_report", lambda run: run.path / "report.png")
-    monkeypatch.setattr("tinyllm.post.parts.probe", lambda *given: probed(*given, torch.get_num_threads()))
+    monkeypatch.setattr("tinyllm.post.learner.probe", lambda *given: probed(*given, torch.get_num_threads()))
 
 
 @pytest.fixture

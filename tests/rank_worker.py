@@ -69,9 +69,9 @@ def cases() -> Iterator[tuple[str, Any, Any, list[Any], float]]:
 
 
 def _checkpointed(model: Any) -> Any:
-    from tinyllm.post.parts import _checkpoint_layers
+    from tinyllm.post.learner import checkpoint_layers
 
-    _checkpoint_layers(Policy(model))
+    checkpoint_layers(Policy(model))
     return model
 
 

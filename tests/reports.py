@@ -13,7 +13,7 @@ from run_samples import RunDir, manifest
 
 from tinyllm.config.io import to_dict
 from tinyllm.config.sections import CONFIGS, GRPOConfig, ModelConfig
-from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
+from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Step, Verdict
 from tinyllm.view.html import write_html
 
 ATTACK = "</script><img src=x onerror=document.title='owned'><!--<script>"
@@ -62,7 +62,7 @@ def make_run(
         run.log({"step": 0, "kind": "eval", "correct": 23, "prompts": 162, "kl": 0.0, "reward_mean": 0.14})
         for step in range(1, steps + 1):
             groups = [make_group(step, number, shift) for number in range(PROMPTS)]
-            run.record(step, groups)
+            run.record(Step(step, groups))
             rows = [(g, r) for g in groups for r in g.rollouts]
             names = [(g.id, r.completion.sample) for g, r in rows]
             advantages = [0.0 if g.id == "row-3#0" else 1.5 if r.completion.sample == 0 else -0.5 for g, r in rows]

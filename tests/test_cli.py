@@ -18,7 +18,7 @@ from tinyllm.config.sections import CONFIGS, GRPOConfig
 from tinyllm.errors import ConfigError, TrainingStopped
 from tinyllm.pool.source import doing
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Verdict
+from tinyllm.records import Step, Verdict
 from tinyllm.view.progress import (
     LiveProgress,
     PlainProgress,
@@ -351,7 +351,7 @@ def two_runs(tmp_path):
         with RunDir.create(tmp_path / name, manifest(replace(CONFIG, seed=seed))) as run:
             run.log(evaluation(0, 23))
             for step in (1, 2):
-                run.record(step, make_groups(step + (seed if step == 2 else 0)))
+                run.record(Step(step, make_groups(step + (seed if step == 2 else 0))))
                 run.log({"step": step, "reward_mean": 0.5, "weights_hash": "ab"})
                 run.log_timing({"step": step, "step_s": 61.5})
             run.log(evaluation(2, 138))

@@ -16,7 +16,7 @@ from tinyllm.config.sections import DPOConfig, SFTConfig
 from tinyllm.errors import ConfigError, DataError, ModelError
 from tinyllm.evals.overlap import prompt_text
 from tinyllm.evals.training import _rows_of_run
-from tinyllm.post.examples import ExampleParts
+from tinyllm.post.examples import checked_config
 from tinyllm.tasks.examples import load_examples
 
 # Rows
@@ -107,14 +107,15 @@ def test_bounds_of_a_row_hold_it_exactly(home, tmp_path):
     with pytest.raises(DataError, match="row 2 of one.jsonl: it has 8 tokens, over data.max_tokens = 7"):
         example(rows, home, tmp_path, max_tokens=7)
 
-    def parts(budget):
+    def checked(budget):
         train = {"tokens_per_microbatch": budget, "batch_size": 2}
         data = {"held_out_fraction": 0.0}
-        return ExampleParts(sft_config(home / "model", tmp_path / "one.jsonl", train=train, data=data), ())
+        config = sft_config(home / "model", tmp_path / "one.jsonl", train=train, data=data)
+        return checked_config(config, load_examples(config, tiny.tokenizer()))
 
-    assert parts(7).longest() == 8
+    assert checked(7).train.tokens_per_microbatch == 7
     with pytest.raises(ConfigError, match="cannot hold the longest row; it needs at least 7"):
-        parts(6)
+        checked(6)
 
 
 def test_one_prompt_is_never_on_both_sides(home, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from tinyllm.errors import EngineError, RewardError
 from tinyllm.post.grpo import collect_groups
 from tinyllm.record.rollouts import read_table, write_table
-from tinyllm.records import Completion, Prompt, Revision, SamplingParams, Verdict
+from tinyllm.records import Completion, Prompt, Revision, SamplingParams, Step, Verdict
 
 EOS = 3
 PARAMS = SamplingParams(max_new_tokens=4, n=4, stop_token_ids=(EOS,))
@@ -238,6 +238,6 @@ def test_the_recorded_verdict_is_the_trained_one(one, tmp_path):
     groups = collect_groups(Script(), prompts(1), PARAMS, lambda p, c: [verdict] * len(c))
     assert type(groups[0].rollouts[0].reward) is float
     path = tmp_path / "1.parquet"
-    path.write_bytes(write_table(1, 0, groups))
+    path.write_bytes(write_table(Step(1, groups)))
     back = read_table(path)
     assert back.changed == [] and back.groups[0].rollouts == groups[0].rollouts

@@ -12,7 +12,7 @@ from browser import Page
 from reports import ATTACK, PROMPTS, SIZE, STEPS, make_run, trainer_logprob
 from run_samples import RunDir, manifest
 
-from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
+from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Step, Verdict
 from tinyllm.view.html import Section, write_html
 from tinyllm.view.html.columns import read_rollouts
 from tinyllm.view.html.sections import table
@@ -232,7 +232,7 @@ def test_a_long_completion_is_shown_in_parts(browser, tmp_path):
     with RunDir.create(tmp_path / "run", manifest()) as run:
         logprobs = tuple(float(np.float32(-t / 3000)) for t in range(3000))
         completion = Completion("a", 0, 0, (3,) * 3000, logprobs, "length", 1, Revision(0, "ab"), "1" * 3000)
-        run.record(1, [Group(Prompt("a", (5,), "?"), (Rollout(completion, Verdict(1.0)),))])
+        run.record(Step(1, [Group(Prompt("a", (5,), "?"), (Rollout(completion, Verdict(1.0)),))]))
         run.log({"step": 1, "reward_mean": 1.0})
     page = Page(browser, write_html(tmp_path / "page.html", [RunDir.read(tmp_path / "run")]), "#rollouts")
     view = page.rollouts()

@@ -30,6 +30,7 @@ from tinyllm.plan.work import Layout, Workload
 from tinyllm.record.files import read_json, write_json
 from tinyllm.record.manifest import build_manifest
 from tinyllm.record.rundir import RunDir
+from tinyllm.records import Step
 
 LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32  # queries, keys and values, output, MLP, two norms
 TABLE = VOCABULARY * 32  # embeddings; the head is as large
@@ -352,7 +353,7 @@ def made_run(path, model, seconds=(9.0, 2.0, 2.0), **options):
     given["facts"]["dtype"] = "float32"
     with RunDir.create(path, given) as run:
         for step, whole in enumerate(seconds, 1):
-            run.record(step, make_groups(step))
+            run.record(Step(step, make_groups(step)))
             run.log({"step": step, "tokens": 12})
             times = {"sample_s": 0.5, "verify_s": 0.125, "record_s": 0.0625, "update_s": 0.25, "publish_s": 0.0625}
             timing = {name: value * whole for name, value in times.items()}

@@ -13,12 +13,11 @@ import tiny
 from tinyllm.commands import cli
 from tinyllm.errors import ConfigError, EngineError, ModelError
 from tinyllm.pool.driver import Driver
-from tinyllm.pool.judging import Judge, OneAtATime, without_verdict
+from tinyllm.pool.judging import JudgeWorker, unjudged
 from tinyllm.pool.state import GroupRequest
 from tinyllm.pool.workers import ThreadWorker, WorkerDied, WorkerGroup
 from tinyllm.post import run as runs
-from tinyllm.records import Prompt, Revision, Verdict
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Judged, Logged, Prompt, Revision, Verdict
 
 WAIT_S = 300.0
 NEVER = object()
@@ -53,14 +52,14 @@ class PlayedPool:
     def __init__(self, engine, verifier=None, engines=1, verifiers=1, attempts=3, deadline_s=None, capacity=8):
         self.engines, self.verifiers, self.done, self.errors = [], [], [], []
         self.came = threading.Condition()
-        judge = Judge(lambda prompts, completions, step: [Verdict(1.0)] * len(completions))
+        judge = JudgeWorker(lambda prompts, completions, step: [Verdict(1.0)] * len(completions))
         verifier = verifier or (lambda worker, method, arguments: judge.work(*arguments))
         self.driver = Driver(
             WorkerGroup(
                 "engine", engines, lambda: Played(self.engines, engine), capacity, deadline_s, takes_weights=True
             ),
             WorkerGroup("verifier", verifiers, lambda: Played(self.verifiers, verifier), 1, deadline_s),
-            without_verdict,
+            unjudged,
             self._done,
             self._failed,
             attempts=attempts,
@@ -126,7 +125,7 @@ def engine(worker, method, arguments):
 
 
 def rewards_of(done):
-    return [r.reward for r in done.result.group.rollouts]
+    return [r.reward for r in done.result.groups[0].rollouts]
 
 
 def test_groups_go_through_and_weights_come_first(played):
@@ -204,7 +203,7 @@ def test_a_group_that_kills_its_workers_ends_with_the_reason_and_takes_no_other_
 
     done = played(play).run(4)
     assert [rewards_of(d) == [1.0, 1.0] for d in done] == [True, True, False, True]
-    rollouts = done[2].result.group.rollouts
+    rollouts = done[2].result.groups[0].rollouts
     assert {r.completion.error for r in rollouts} == {"its process ended (out of memory)"}
     assert {(r.completion.finish_reason, r.verdict.value) for r in rollouts} == {("error", None)}
     assert done[2].trace.faults == 3 and [r.completion.seed_key for r in rollouts] != [0, 0]
@@ -215,13 +214,13 @@ def test_a_group_that_nobody_can_verify_is_unscored_with_the_reason(played):
         ((_, (work, _)),) = arguments[0]
         if work.number == 1:
             return WorkerDied("its process ended")
-        return Judge(lambda prompts, completions, step: [Verdict(0.5)] * len(completions)).work(*arguments)
+        return JudgeWorker(lambda prompts, completions, step: [Verdict(0.5)] * len(completions)).work(*arguments)
 
     done = played(engine, verifier, verifiers=2, attempts=2).run(3)
     assert [rewards_of(d) for d in (done[0], done[2])] == [[0.5, 0.5]] * 2
-    lost = done[1].result.group.rollouts
+    lost = done[1].result.groups[0].rollouts
     assert [r.verdict.reason for r in lost] == ["its process ended"] * 2 and all(r.completion.token_ids for r in lost)
-    assert done[1].result.samples == () and done[1].trace.faults == 2
+    assert done[1].trace.faults == 2
 
 
 def test_answers_for_groups_that_were_not_asked_are_dropped(played):
@@ -251,31 +250,26 @@ def test_a_worker_that_dies_again_and_again_stops_the_run(played):
 # Verifying in this process
 
 
-def test_a_thread_verifies_while_the_trainer_evaluates():
-    class Verify:
-        def __call__(self, prompts, completions, step=0):
-            self.logged = Logged(extras={"who": [c.prompt_id for c in completions]})
-            return [Verdict(float(step))] * len(completions)
+def test_a_thread_judges_a_group():
+    def judge(prompts, completions, step=0):
+        extras = {"who": [c.prompt_id for c in completions]}
+        return Judged((Verdict(float(step)),) * len(completions), Logged(extras=extras))
 
-        def close(self):
-            return "closed"
-
-    verify = OneAtATime(Verify())
-    worker = ThreadWorker(lambda: Judge(verify))
+    worker = ThreadWorker(lambda: JudgeWorker(judge))
     worker.call("start").result(WAIT_S)
     work = requests(1, step=4)[0]
     ((name, judged),) = worker.call("work", [(7, (work, sampled(work)))], 0.1).result(WAIT_S)
-    assert name == 7 and [r.reward for r in judged.group.rollouts] == [4.0, 4.0]
-    assert judged.logged.extras == {"who": ["p0", "p0"]} and judged.samples == (0, 1)
-    assert verify([work.prompt], sampled(work), 2) == [Verdict(2.0)] * 2 and verify.close() == "closed"
+    (group,) = judged.groups
+    assert name == 7 and [r.reward for r in group.rollouts] == [4.0, 4.0]
+    assert judged.logged.extras == {"who": ["p0", "p0"]}
 
 
 def test_what_a_verifier_raises_is_the_reason_of_its_group():
-    def verify(prompts, completions, step):
+    def judge(prompts, completions, step):
         raise ValueError("no such row")
 
-    ((_, judged),) = Judge(verify).work([(0, (requests(1)[0], sampled(requests(1)[0])))], 0.1)
-    assert {r.verdict.reason for r in judged.group.rollouts} == {"verifier raised ValueError: no such row"}
+    ((_, judged),) = JudgeWorker(judge).work([(0, (requests(1)[0], sampled(requests(1)[0])))], 0.1)
+    assert {r.verdict.reason for r in judged.groups[0].rollouts} == {"verifier raised ValueError: no such row"}
 
 
 # What is refused

@@ -13,7 +13,7 @@ from scripted import Reply, scripted
 from tinyllm.engine.remote.http import RetryPolicy
 from tinyllm.errors import EngineError
 from tinyllm.pool.driver import Driver
-from tinyllm.pool.judging import Judge, without_verdict
+from tinyllm.pool.judging import JudgeWorker, unjudged
 from tinyllm.pool.served_workers import Loop, ServedWorker
 from tinyllm.pool.state import GroupRequest
 from tinyllm.pool.workers import ThreadWorker, WorkerGroup
@@ -32,11 +32,11 @@ class ServedPool:
         client.max_lag, client.run = max_lag, self.loop.run
         for server in client.servers.all:
             server.confirm(OLD, str(OLD))
-        judge = Judge(lambda prompts, completions, step: [Verdict(1.0)] * len(completions))
+        judge = JudgeWorker(lambda prompts, completions, step: [Verdict(1.0)] * len(completions))
         self.driver = Driver(
             WorkerGroup("servers", 1, lambda: ServedWorker(client, self.loop), groups),
             WorkerGroup("verifier", 1, lambda: ThreadWorker(lambda: judge), 1),
-            without_verdict,
+            unjudged,
             lambda done: self._put(self.done, done),
             lambda error: self._put(self.errors, error),
         )
@@ -56,7 +56,7 @@ class ServedPool:
             assert self.came.wait_for(lambda: len(self.done) >= count or self.errors, WAIT_S)
         assert not self.errors, self.errors
         assert self.client.accounting.closed
-        return {d.work.prompt.id: [r.completion for r in d.result.group.rollouts] for d in self.done}
+        return {d.work.prompt.id: [r.completion for r in d.result.groups[0].rollouts] for d in self.done}
 
 
 @contextmanager

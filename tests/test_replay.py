@@ -17,7 +17,7 @@ from tinyllm.post.replay import replay
 from tinyllm.record.files import write_json
 from tinyllm.record.rollouts import write_table
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Group, Rollout
+from tinyllm.records import Group, Rollout, Step
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def rewrite(path, step, change, row=5):
             rollouts.append(change(rollout) if index == row else rollout)
             index += 1
         out.append(Group(group.prompt, tuple(rollouts)))
-    run.rollout_path(step).write_bytes(write_table(step, 0, out))
+    run.rollout_path(step).write_bytes(write_table(Step(step, out)))
     return out[1].rollouts[1]
 
 

@@ -332,7 +332,7 @@ def test_a_run_that_stops_has_saved_the_step_it_names(runs, tmp_path, monkeypatc
         yield lambda: next(looks) >= look
 
     with monkeypatch.context() as patched:
-        patched.setattr("tinyllm.post.parts._stop_signals", stop_signals)
+        patched.setattr("tinyllm.post.run._stop_signals", stop_signals)
         with pytest.raises(Interrupted) as stopped:
             train(runs("plain").config(tmp_path / "run"), reward=tiny.many_digits)
     assert RunDir.read(tmp_path / "run").load_checkpoint()[0] == stopped.value.step

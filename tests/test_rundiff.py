@@ -7,7 +7,7 @@ from run_samples import CONFIG, make_groups, manifest
 
 from tinyllm.record.diff import compare_runs
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Verdict
+from tinyllm.records import Step, Verdict
 
 HASHES = ("verdicts", "advantages", "logprobs", "gradient", "weights")
 
@@ -23,7 +23,7 @@ def make_run(path, steps=3, change=None, metrics=None, config=CONFIG, evals=True
                 rollouts = list(groups[1].rollouts)
                 rollouts[0] = change(rollouts[0])
                 groups[1] = replace(groups[1], rollouts=tuple(rollouts))
-            run.record(step, groups)
+            run.record(Step(step, groups))
             row = {"step": step, "loss": 0.1, "lr": 1e-5, "hashes": {name: f"{step} {name}" for name in HASHES}}
             for name, value in (metrics or {}).items() if step == 2 else ():
                 (row["hashes"] if name in HASHES else row)[name] = value

@@ -17,7 +17,7 @@ from tinyllm.errors import RewardError, RunError
 from tinyllm.record.files import new_folder, read_json, read_tensors, recover_folders, write_json, write_tensors
 from tinyllm.record.rollouts import SCHEMA, read_table, write_table
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Completion, Group, Prompt, Revision, RevisionSpan, Rollout, Verdict
+from tinyllm.records import Completion, Group, Logged, Prompt, Revision, RevisionSpan, Rollout, Step, Verdict
 
 
 @pytest.fixture
@@ -81,15 +81,15 @@ def any_groups(draw):
 @given(any_groups())
 def test_round_trip_is_exact(tmp_path_factory, groups):
     path = tmp_path_factory.mktemp("rollouts") / "x.parquet"
-    path.write_bytes(write_table(7, 0, groups))
+    path.write_bytes(write_table(Step(7, groups)))
     found = read_table(path)
     assert repr(found.groups) == repr(groups), "repr tells -0.0 from 0.0 and shows every bit of a float"
-    assert (found.step, found.attempt, found.complete, found.changed) == (7, 0, True, [])
+    assert (found.step, found.changed) == (7, [])
 
 
 def test_record_reads_back_and_any_parquet_reader_reads_it(run):
     groups = make_groups()
-    run.record(1, groups, extra={"length": [3, 4, 5, 6, 7, 8]})
+    run.record(Step(1, groups, Logged(extras={"length": [3, 4, 5, 6, 7, 8]})))
     assert run.read_groups(1) == groups
     import pandas
 
@@ -104,13 +104,13 @@ def test_record_reads_back_and_any_parquet_reader_reads_it(run):
 
 def test_a_column_of_a_user_never_replaces_ours(run):
     with pytest.raises(RewardError, match="'prompt': the name is taken"):
-        run.record(1, make_groups(), extra={"prompt": ["x"] * 6})
+        run.record(Step(1, make_groups(), Logged(extras={"prompt": ["x"] * 6})))
     with pytest.raises(RewardError, match="5 values for 6 completions"):
-        run.record(1, make_groups(), extra={"mine": [0] * 5})
+        run.record(Step(1, make_groups(), Logged(extras={"mine": [0] * 5})))
     assert run.steps() == []
     group = make_groups(prompts=1)[0]
     row = {"reward": 99, "prompt": "mine", "completion": "mine"}
-    run.record(1, [replace(group, prompt=replace(group.prompt, row=row))])
+    run.record(Step(1, [replace(group, prompt=replace(group.prompt, row=row))]))
     (back,) = run.read_groups(1)
     assert back.prompt.row == row
     assert back.prompt.text == group.prompt.text
@@ -123,8 +123,8 @@ def test_spans_are_kept_and_a_record_without_them_is_as_before(run):
     first = group.rollouts[0].completion
     spans = (RevisionSpan(Revision(0, "a"), 0, 1), RevisionSpan(Revision(2, "b"), 1, 4))
     across = replace(group.rollouts[0], completion=replace(first, spans=spans))
-    run.record(1, [replace(group, rollouts=(across, *group.rollouts[1:]))])
-    run.record(2, [group])
+    run.record(Step(1, [replace(group, rollouts=(across, *group.rollouts[1:]))]))
+    run.record(Step(2, [group]))
     assert run.read_groups(1)[0].rollouts[0].completion.all_spans == spans
     assert first.all_spans == (RevisionSpan(first.revision, 0, 4),)
     table = pq.read_table(run.rollout_path(2))
@@ -155,20 +155,12 @@ def test_the_ledger_is_read_back_up_to_its_last_whole_line(run):
 def test_what_json_cannot_hold_is_refused_by_name(run):
     group = make_groups(prompts=1)[0]
     with pytest.raises(RunError, match="the row of prompt row-0 cannot be recorded"):
-        run.record(1, [replace(group, prompt=replace(group.prompt, row={"x": object()}))])
-
-
-def test_refills_read_back_in_order(run):
-    first, second = make_groups(prompts=1), make_groups(prompts=2)[1:]
-    run.record(1, first, complete=False)
-    run.record(1, second, attempt=1)
-    assert run.read_groups(1) == first + second
-    assert sorted(path.name for path in (run.path / "rollouts").iterdir()) == ["000001-1.parquet", "000001.parquet"]
+        run.record(Step(1, [replace(group, prompt=replace(group.prompt, row={"x": object()}))]))
 
 
 @pytest.mark.parametrize("column", ["completion_token_ids", "logprobs", "reward", "policy_hash", "seed_key", "prompt"])
 def test_a_changed_value_is_noticed_and_its_row_named(run, column):
-    run.record(1, make_groups())
+    run.record(Step(1, make_groups()))
     path = run.rollout_path(1)
     table = pq.read_table(path)
     values = table[column].to_pylist()
@@ -191,7 +183,7 @@ def test_a_changed_value_is_noticed_and_its_row_named(run, column):
 
 
 def test_a_damaged_file_is_one_line(run):
-    run.record(1, make_groups())
+    run.record(Step(1, make_groups()))
     path = run.rollout_path(1)
     data = path.read_bytes()
     for bad in (data[:100], b"", data[: len(data) // 2] + b"\0" * 200 + data[len(data) // 2 + 200 :]):
@@ -206,8 +198,9 @@ def test_a_damaged_file_is_one_line(run):
 
 def test_resume_takes_complete_steps_and_puts_the_rest_aside(run, caplog):
     for step in (1, 2, 3):
-        run.record(step, make_groups(step))
-    run.record(4, make_groups(4), complete=False)
+        run.record(Step(step, make_groups(step)))
+    run.record(Step(4, make_groups(4)))
+    run.rollout_path(4).write_bytes(run.rollout_path(4).read_bytes()[:-40])
     assert run.take_recorded(1) == [2, 3]
     assert run.steps() == [1, 2, 3]
     assert [path.name for path in (run.path / "superseded").iterdir()] == ["000004.1.parquet"]
@@ -215,8 +208,8 @@ def test_resume_takes_complete_steps_and_puts_the_rest_aside(run, caplog):
     run.rollout_path(2).write_bytes(run.rollout_path(2).read_bytes()[:50])
     assert run.take_recorded(0) == [1]
     assert "000002.parquet" in caplog.text and "step 2 is sampled again" in caplog.text
-    run.record(2, make_groups(2))
-    run.record(4, make_groups(4))
+    run.record(Step(2, make_groups(2)))
+    run.record(Step(4, make_groups(4)))
     assert run.take_recorded(1) == [2], "step 3 is missing, so step 4 waits for nothing"
 
 

@@ -12,6 +12,7 @@ from tinyllm.config.io import load_toml
 from tinyllm.errors import RunError
 from tinyllm.record.manifest import compare_manifests
 from tinyllm.record.rundir import RunDir, find_runs, new_run_path
+from tinyllm.records import Step
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def crash_at(call):
 def work(path, pipe):
     with RunDir.create(path, MANIFEST) as run:
         for step in (1, 2):
-            run.record(step, make_groups(step))
+            run.record(Step(step, make_groups(step)))
             run.log({"step": step})
             run.save_checkpoint(step, make_tensors(step), {"step": step}, wait=True)
             os.pwrite(pipe, bytes([step]), 0)  # promised: from here on a crash keeps it
@@ -169,13 +170,13 @@ def test_disk_full_is_one_line_and_leaves_all_consistent(tmp_path):
     script = """
         import resource
         run = RunDir.create(sys.argv[1], manifest())
-        run.record(1, make_groups())
+        run.record(Step(1, make_groups()))
         run.log({"step": 1})
         run.save_checkpoint(1, make_tensors(1), {}, wait=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
         for attempt in (
             lambda: run.save_checkpoint(2, make_tensors(2), {}, wait=True),
-            lambda: run.record(2, make_groups(prompts=99)),
+            lambda: run.record(Step(2, make_groups(prompts=99))),
             lambda: run.log({"step": 2, "long": "x" * 4000}),
         ):
             try:
@@ -208,7 +209,7 @@ def test_memory_stays_flat(run):
     groups = make_groups()
     sizes = []
     for step in range(300):
-        run.record(step, groups)
+        run.record(Step(step, groups))
         run.log({"step": step, "x": "y" * 500})
         if step % 50 == 0:
             run.save_checkpoint(step, make_tensors(step), {}, wait=True)

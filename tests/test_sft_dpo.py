@@ -20,8 +20,9 @@ from tinyllm.engine.policy import Policy
 from tinyllm.errors import ConfigError, DataError, RunError, TrainingStopped
 from tinyllm.model.models import tokenizer_hash
 from tinyllm.post import update
+from tinyllm.post.build import build_run
 from tinyllm.post.dpo import DPOObjective, DPOStats, dpo_loss
-from tinyllm.post.examples import ExampleParts, held_out_likelihood, held_out_preference
+from tinyllm.post.examples import held_out_likelihood, held_out_preference
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.replay import replay
 from tinyllm.post.run import resume, train
@@ -284,8 +285,8 @@ def test_epochs_are_not_rounded_up_by_fp64(home, rows, tmp_path, no_picture):
     lines = (rows / "sft.jsonl").read_text().splitlines(keepends=True)[:10]
     (tmp_path / "ten.jsonl").write_text("".join(lines))
     options = {"train": {"steps": 0, "epochs": 1.1, "batch_size": 1}, "data": {"held_out_fraction": 0.0}}
-    parts = ExampleParts(sft_config(home / "model", tmp_path / "ten.jsonl", tmp_path / "run", **options), ())
-    assert parts.config.train.steps == 11
+    run = build_run(sft_config(home / "model", tmp_path / "ten.jsonl", tmp_path / "run", **options), None, ())
+    assert run.config.train.steps == 11
 
 
 def test_fewer_rows_than_a_batch(home, rows, tmp_path):

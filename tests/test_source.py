@@ -10,8 +10,7 @@ from tiny import EOS, ScriptedEngine, sampling
 from tinyllm.config.io import make_config
 from tinyllm.errors import TrainingStopped
 from tinyllm.post.source import InlineSource, PromptOrder
-from tinyllm.records import Prompt, Revision, Verdict
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Judged, Logged, Prompt, Revision, Verdict
 
 PROMPTS = [Prompt(f"p{i}", (5, 6, 7 + i), str(i)) for i in range(10)]
 
@@ -19,12 +18,13 @@ PROMPTS = [Prompt(f"p{i}", (5, 6, 7 + i), str(i)) for i in range(10)]
 def judge_by_prompt(useful):
     """Samples of a useful prompt get 1 and 0 in turn; of others 0."""
 
-    def verify(prompts, completions, step):
-        return [
-            Verdict(float(useful(p, step) and c.sample % 2 == 0)) for p, c in zip(prompts, completions, strict=True)
-        ]
+    def judge(prompts, completions, step):
+        by_id = {(p.id, p.draw): p for p in prompts}
+        return Judged(
+            tuple(Verdict(float(useful(by_id[c.prompt_id, c.draw], step) and c.sample % 2 == 0)) for c in completions)
+        )
 
-    return verify
+    return judge
 
 
 def make_source(useful, prompts=PROMPTS, first_step=1, position=0, **train):
@@ -90,15 +90,16 @@ def test_a_record_without_gaps_is_a_position():
 def test_groups_without_signal_are_replaced_by_further_prompts():
     dull = {p.id for p in PromptOrder(PROMPTS, 0).take(3, {})[:2]}
     source, engine = make_source(lambda p, step: p.id not in dull)
-    step, groups = next(iter(source))
-    assert step == 1 and len(groups) == 5 and [len(a) for a in engine.asked] == [3, 2]
+    step = next(iter(source))
+    groups = step.groups
+    assert step.number == 1 and step.prompts == len(groups) == 5 and [len(a) for a in engine.asked] == [3, 2]
     assert ids(groups) == [p.id for p in PromptOrder(PROMPTS, 0).take(5, {})], "every group drawn is handed on"
     assert source.order.position == 5
 
 
 def test_a_full_step_draws_nothing_more():
     source, engine = make_source(lambda p, step: True)
-    steps = dict(iter(source))
+    steps = {step.number: step.groups for step in source}
     assert list(steps) == [1, 2, 3, 4] and [len(a) for a in engine.asked] == [3] * 4
     trained = [i for groups in steps.values() for i in ids(groups)]
     assert trained == [p.id for p in PromptOrder(PROMPTS, 0).take(12, {})]
@@ -108,7 +109,7 @@ def test_no_signal_at_all_stops_after_bounded_draws():
     """Case H1."""
     source, engine = make_source(lambda p, step: step == 1, max_refills=4)
     steps = iter(source)
-    assert next(steps)[0] == 1
+    assert next(steps).number == 1
     with pytest.raises(
         TrainingStopped, match=r"step 2: none of 15 groups in 5 draws .* train.dynamic_sampling = false"
     ):
@@ -120,7 +121,7 @@ def test_what_has_signal_is_kept_when_replacements_run_out():
     """Case H2."""
     useful = {p.id for p in PromptOrder(PROMPTS, 0).take(3, {})[:2]}
     source, engine = make_source(lambda p, step: p.id in useful, max_refills=2)
-    _, groups = next(iter(source))
+    groups = next(iter(source)).groups
     assert [len(a) for a in engine.asked] == [3, 1, 1] and len(groups) == 5
     assert set(ids(groups)[:3]) > useful
 
@@ -128,14 +129,14 @@ def test_what_has_signal_is_kept_when_replacements_run_out():
 def test_refills_may_come_round_to_the_same_prompt():
     """Fewer prompts than draws: the second draw of a prompt is another group."""
     source, engine = make_source(lambda p, step: p.draw == 2, prompts=PROMPTS[:3], max_refills=3)
-    _, groups = next(iter(source))
+    groups = next(iter(source)).groups
     assert len({g.id for g in groups}) == len(groups) == 9
     assert sum(len({r.reward for r in g.rollouts}) == 2 for g in groups) == 3
 
 
 def test_without_dynamic_sampling_nothing_is_replaced():
     source, engine = make_source(lambda p, step: False, dynamic_sampling=False)
-    assert [len(groups) for _, groups in source] == [3] * 4 and len(engine.asked) == 4
+    assert [len(step.groups) for step in source] == [3] * 4 and len(engine.asked) == 4
 
 
 # The rest
@@ -146,8 +147,8 @@ def test_each_step_samples_under_its_own_number_and_the_published_weights():
     source, engine = make_source(lambda p, step: True)
     source.engine.what_ids = lambda p, s, params: seen.append((params.step, params.n, params.seed)) or (2, EOS)
     source.params = replace(source.params, seed=7)
-    for step, _ in source:
-        source.publish(Revision(step, "x"))
+    for step in source:
+        source.publish(Revision(step.number, "x"))
     assert sorted(set(seen)) == [(s, 2, 7) for s in (1, 2, 3, 4)]
     assert [r.step for r in engine.revisions] == [1, 2, 3, 4]
 
@@ -155,14 +156,14 @@ def test_each_step_samples_under_its_own_number_and_the_published_weights():
 def test_a_resumed_source_starts_at_its_step_and_position():
     whole, _ = make_source(lambda p, step: True)
     rest, _ = make_source(lambda p, step: True, first_step=3, position=6)
-    assert [(s, ids(g)) for s, g in whole][2:] == [(s, ids(g)) for s, g in rest]
+    assert [(s.number, ids(s.groups)) for s in whole][2:] == [(s.number, ids(s.groups)) for s in rest]
 
 
 def test_a_failed_completion_is_a_record_with_its_reason():
     """Cases C2, D10: a stop without its stop token is no completion; the rest of the group is."""
     source, engine = make_source(lambda p, step: True, dynamic_sampling=False)
     engine.what_ids = lambda p, s, params: (2, 3) if s == 0 else (2, EOS)
-    _, groups = next(iter(source))
+    groups = next(iter(source)).groups
     for group in groups:
         bad, good = group.rollouts
         assert bad.verdict.value is None and "stop token" in bad.verdict.reason and bad.completion.token_ids == ()
@@ -174,27 +175,27 @@ def test_what_was_logged_stands_beside_its_own_completion():
     source, engine = make_source(lambda p, step: p.id in ("p0", "p1", "p2"), prompts=PROMPTS[:6], max_refills=8)
     engine.what_ids = lambda p, s, params: (2, 3) if s == 0 and p.id == "p1" else (2 + s, EOS)
 
-    class Verify:
-        calls = 0
+    calls = 0
+    source_judge = source.judge
 
-        def __call__(self, prompts, completions, step):
-            self.calls += 1
-            extras = {"who": [f"{c.prompt_id}/{c.sample}" for c in completions]}
-            self.logged = Logged(metrics={"f/calls": float(self.calls)}, extras=extras)
-            return source_judge(prompts, completions, step)
+    def judge(prompts, completions, step):
+        nonlocal calls
+        calls += 1
+        extras = {"who": [f"{c.prompt_id}/{c.sample}" for c in completions]}
+        verdicts = source_judge(prompts, completions, step).verdicts
+        return Judged(verdicts, Logged({"f/calls": float(calls)}, extras))
 
-    source_judge, source.verify = source.verify, Verify()
-    _, groups = next(iter(source))
-    rollouts = [r for g in groups for r in g.rollouts]
+    source.judge = judge
+    step = next(iter(source))
+    rollouts = [r for g in step.groups for r in g.rollouts]
     wanted = [None if r.completion.finish_reason == "error" else f"{r.completion.prompt_id}/{r.completion.sample}"
               for r in rollouts]  # fmt: skip
-    assert source.logged.extras == {"who": wanted} and None in wanted
-    calls = source.verify.calls
-    assert calls > 1 and source.logged.metrics == {"f/calls": (1 + calls) / 2}
+    assert step.logged.extras == {"who": wanted} and None in wanted
+    assert calls > 1 and step.logged.metrics == {"f/calls": (1 + calls) / 2}
 
 
 def test_a_verifier_that_raises_leaves_its_step_unscored():
     source, _ = make_source(lambda p, step: 1 / 0, dynamic_sampling=False)
-    _, groups = next(iter(source))
+    groups = next(iter(source)).groups
     reasons = {r.verdict.reason for g in groups for r in g.rollouts}
     assert reasons == {"verifier raised ZeroDivisionError: division by zero"}

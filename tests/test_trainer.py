@@ -349,9 +349,9 @@ def test_what_reward_functions_log_is_recorded_and_shown(train):
     result = train(reward=reward)
     lines = metrics(result.run_dir)
     for row in lines:
-        (file,) = RunDir.read(result.run_dir).read_rollouts(row["step"])
+        file = RunDir.read(result.run_dir).read_rollouts(row["step"])
         lengths = [len(r.completion.text) for g in file.groups for r in g.rollouts]
-        assert [extra["letters"] for extra in file.extra] == lengths
+        assert file.logged.extras == {"letters": lengths}
         assert list(row["reward_logged"].values()) == [max(lengths)]
         assert next(iter(row["reward_logged"])).endswith("/longest")
     shutil.rmtree(result.run_dir / "checkpoints")
@@ -460,6 +460,6 @@ def test_a_step_that_ruins_the_weights_is_not_saved(train, tmp_path):
 
 def test_a_taken_folder_is_refused_before_anything_is_loaded(train, tmp_path, monkeypatch):
     train("run")
-    monkeypatch.setattr("tinyllm.post.run.make_parts", None)
+    monkeypatch.setattr("tinyllm.post.run.build_run", None)
     with pytest.raises(RunError, match="already holds a run"):
         train("run")

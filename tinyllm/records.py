@@ -209,7 +209,7 @@ class Step:
     """What reward functions logged; extras have one value per rollout, group after group."""
     seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Wall-clock time of each part ("sample_s", "verify_s"). Not part of what is derived again."""
-    position: int = 0
-    """How many prompts of the run's order this step and those before it have used."""
+    prompts: int = 0
+    """How many prompts of the run's order the step used."""
     recorded: bool = False
     """Whether the record on disk holds this step already."""

@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from tinyllm.records import Completion, Group, Prompt, SamplingParams, Verdict
+from tinyllm.records import Completion, Group, Judged, Prompt, SamplingParams, Verdict
 
 _Baseline: TypeAlias = Literal["mean", "leave_one_out"]
 """What is subtracted from a reward: the mean of its group, or of the other members (RLOO, arXiv:2402.14740)."""
@@ -36,7 +36,7 @@ _SamplerCorrection: TypeAlias = Literal["none", "token", "sequence"]
 """Importance weight for logp_old != logp_sampler: none (it is only reported), per token, per sequence (the product)."""
 _SamplerMode: TypeAlias = Literal["truncate", "mask"]
 """What happens to an importance weight above its cap: cut to the cap, or the token (sequence) is left out."""
-Verify: TypeAlias = Callable[[list[Prompt], list[Completion]], list[Verdict]]
+Verify: TypeAlias = Callable[[list[Prompt], list[Completion]], Sequence[Verdict] | Judged]
 """A batched verifier: lists of equal length in, one Verdict for each pair out, in the same order."""
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +259,32 @@ def collect_groups(
     every usable completion exactly once beside its prompt; not at all when there is none.
 
     A failure is data: an unscored rollout with its reason, whose completion has finish_reason "error" and no tokens, so
-    that nothing can train on it. Failures are a completion the client marked "error" or did not return; a finish reason
-    other than "stop" and "length"; ids and log-probabilities that are empty or of different length; an id that is no
-    whole number of at least 0; a log-probability that is no number, NaN, infinite or above 0; more than max_new_tokens
-    tokens; one that stopped without its stop token (params.stop_token_ids, when no stop string could have ended it).
-    If verify raises, everything it was given is unscored with what it raised; our own errors pass through. A reward
-    beyond 1e100 is unscored too.
+    that nothing can train on it. Raises EngineError and RewardError as the functions below do.
+    """
+
+def check_completions(
+    returned: Sequence[Completion], prompts: Sequence[Prompt], params: SamplingParams
+) -> list[Completion]:
+    """What a client returned, put in order: params.n completions per prompt, prompt after prompt, sample after sample.
+
+    Failures are a completion the client marked "error" or did not return; a finish reason other than "stop" and
+    "length"; ids and log-probabilities that are empty or of different length; an id that is no whole number of at least
+    0; a log-probability that is no number, NaN, infinite or above 0 (None for a token that the environment gave); more
+    than max_new_tokens sampled tokens; one that stopped without its stop token (params.stop_token_ids, when no stop
+    string could have ended it).
 
     Raises EngineError for a completion that was not asked for or is there twice, and when nothing that the client
-    claims to have sampled is usable; RewardError when verify returns another number of verdicts, or something else.
+    claims to have sampled is usable.
     """
+
+def judge_completions(verify: Verify, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Judged:
+    """One verdict per completion, in order, and what was logged for it; a failed completion is unscored.
+
+    If verify raises, everything it was given is unscored with what it raised; our own errors pass through. A reward
+    beyond 1e100 is unscored too. Raises RewardError when verify returns another number of verdicts, or something else.
+    """
+
+def group_rollouts(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], verdicts: Sequence[Verdict]
+) -> list[Group]:
+    """One group per prompt: its completions, each with the verdict at the same place."""

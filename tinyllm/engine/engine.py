@@ -40,6 +40,12 @@ class Engine:
         """The weights now are those of `revision`. Nothing is copied and nothing is cached between calls."""
         self.revision = revision
 
+    def facts(self):
+        return {}
+
+    def close(self):
+        pass
+
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """params.n completions of every prompt, prompt after prompt. EngineError before any work if one cannot fit."""
         assert params.n >= 1 and params.max_new_tokens >= 1, params
@@ -112,3 +118,6 @@ def job_of(
         )
 
     return SampleRequest(name, prompt.token_ids, params, keys, finish)
+
+
+EmbeddedEngine = Engine

@@ -31,11 +31,12 @@ from tinyllm.evals.summary import summary
 from tinyllm.evals.training import suite_overlap
 from tinyllm.model import models
 from tinyllm.model.refs import ModelRef, find_subject, load_policy
-from tinyllm.post.grpo import collect_groups
+from tinyllm.post.grpo import collect_groups, group_rollouts, judge_completions
 from tinyllm.record.files import new_folder, write_atomic, write_errors, write_json
 from tinyllm.record.rollouts import write_table
 from tinyllm.record.rundir import new_run_path
-from tinyllm.records import Group, Prompt, Rollout, SamplingParams, Verdict
+from tinyllm.records import Group, Logged, Prompt, SamplingParams, Step
+from tinyllm.seams import Judge
 
 _BATCHES = 4
 """Batches of completions between two signs of life."""
@@ -205,7 +206,8 @@ class _Evaluation:
             names = [
                 task.name for task, groups in zip(self.tasks, by_task, strict=True) for g in groups for _ in g.rollouts
             ]
-            record.append(write_table(0, 0, [g for groups in by_task for g in groups], {"task": names}))
+            groups = tuple(g for groups in by_task for g in groups)
+            record.append(write_table(Step(0, groups, Logged(extras={"task": names}))))
         suite = list(zip(self.tasks, self.verifies, strict=True))
         report = summary(self.config, suite, self.kept, weights, answers, self.overlap)
         return {**report, "warnings": [*self.warnings, *report["warnings"]]}, record
@@ -244,7 +246,7 @@ class _Evaluation:
         return weights, judged
 
     def _judge(
-        self, what: str, client: Any, prompts: Sequence[Prompt], params: SamplingParams, verify: rewards.Verify
+        self, what: str, client: Any, prompts: Sequence[Prompt], params: SamplingParams, verify: Judge
     ) -> list[Group]:
         """Part by part, so that there are signs of life, and a reward out of bounds shows early."""
         size = max(1, _BATCHES * self.config.machine.max_batch // params.n)
@@ -270,14 +272,7 @@ def _load_engine(subject: ModelRef, machine: MachineConfig, tokenizer: Any, room
     return engine
 
 
-def _served_groups(server: ChatServer, prompts: Sequence[Prompt], params: SamplingParams, verify: Any) -> list[Group]:
+def _served_groups(server: ChatServer, prompts: Sequence[Prompt], params: SamplingParams, judge: Judge) -> list[Group]:
     """As collect_groups, for completions that are text without token ids."""
     completions = server.sample(prompts, params)
-    verdicts = iter(verify(prompts, [c for c in completions if c.error is None]))
-    rollouts = iter(
-        [
-            Rollout(c, Verdict(None, f"sampling failed: {c.error}") if c.error is not None else next(verdicts))
-            for c in completions
-        ]
-    )
-    return [Group(prompt, tuple(next(rollouts) for _ in range(params.n))) for prompt in prompts]
+    return group_rollouts(prompts, completions, judge_completions(judge, prompts, completions).verdicts)

@@ -15,9 +15,9 @@ from tinyllm.config.sections import DataConfig, GRPOConfig, RewardConfig
 from tinyllm.errors import ConfigError, DataError
 from tinyllm.evals.config import SuiteConfig
 from tinyllm.model import models
-from tinyllm.post.run import verifier_hash
 from tinyllm.record.hashing import hash_json
 from tinyllm.records import Prompt
+from tinyllm.rewards import verifier_hash
 from tinyllm.tasks.files import nearest
 from tinyllm.tasks.recipes import RECIPES
 

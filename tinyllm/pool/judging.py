@@ -1,100 +1,45 @@
-"""What a verifier of the pool does: sampled completions in, a verified group out; in a process or a thread."""
+"""What a verifier of the pool does: sampled completions in, a judged group out; in a process or a thread."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from tinyllm import rewards
 from tinyllm.config.sections import RewardConfig
 from tinyllm.pool.state import GroupRequest
-from tinyllm.post.grpo import collect_groups
-from tinyllm.records import Completion, Group, Prompt, SamplingParams, Verdict
-from tinyllm.rewards.functions import Logged
+from tinyllm.post.grpo import check_completions, group_rollouts
+from tinyllm.post.source import JudgedGroups, judge_groups
+from tinyllm.records import Completion, Logged, Verdict
+from tinyllm.seams import Judge
+from tinyllm.tasks import TaskData
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A verified group, and what reward functions logged for it."""
+class JudgeWorker:
+    """Judges one group after another; `work` is that of pool/workers.py."""
 
-    group: Group
-    logged: Logged
-    samples: tuple[int, ...]
-    """Those that were judged, in the order of the logged columns."""
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
 
+    def work(
+        self, new: Sequence[tuple[int, tuple[GroupRequest, Sequence[Completion]]]], budget_s: float
+    ) -> list[tuple[int, JudgedGroups]]:
+        """The groups of these (name, (request, completions)), each judged once."""
+        return [(name, self._judged(request, completions)) for name, (request, completions) in new]
 
-@dataclass(frozen=True)
-class _Given:
-    """Completions that are there already, as a rollout client."""
-
-    completions: Sequence[Completion]
-
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        return list(self.completions)
+    def _judged(self, request: GroupRequest, returned: Sequence[Completion]) -> JudgedGroups:
+        prompts = [request.prompt]
+        completions = check_completions(returned, prompts, request.params)
+        return judge_groups(self.judge, prompts, completions, request.step)
 
 
-class Judge:
-    """Verifies one group after another; `work` is that of cluster/pool/workers.py."""
-
-    def __init__(self, verify: Any) -> None:
-        self.verify = verify
-
-    def work(self, new: Sequence[tuple[int, Any]], budget_s: float) -> list[tuple[int, Judged]]:
-        """The groups of these (name, (work, completions)), each verified once."""
-        return [(name, self._judge(work, completions)) for name, (work, completions) in new]
-
-    def _judge(self, work: GroupRequest, completions: Sequence[Completion]) -> Judged:
-        samples: list[int] = []
-        logged = Logged()
-
-        def verify(prompts: list[Prompt], done: list[Completion]) -> list[Verdict]:
-            nonlocal logged
-            samples.extend(c.sample for c in done)
-            verdicts, logged = judge_once(self.verify, prompts, done, work.step)
-            return verdicts
-
-        (group,) = collect_groups(_Given(completions), [work.prompt], work.params, verify)
-        return Judged(group, logged, tuple(samples))
+def build_judge_worker(reward: RewardConfig, data: TaskData) -> JudgeWorker:
+    """A worker with a judge of its own; data: the task's, of which one row is enough (its columns are checked)."""
+    return JudgeWorker(rewards.make_judge(reward, data))
 
 
-def judge_once(verify: Any, prompts: Any, completions: Any, step: int) -> tuple[list[Verdict], Logged]:
-    """One call of verify, with what its reward functions logged."""
-    if isinstance(verify, OneAtATime):
-        return verify.judge(prompts, completions, step)
-    return verify(prompts, completions, step), getattr(verify, "logged", Logged())
-
-
-def build_judge(reward: RewardConfig, data: Any) -> Judge:
-    """A verifier of its own; data: the task's, of which one row is enough (its columns are checked)."""
-    return Judge(rewards.make_verify(reward, data))
-
-
-def without_verdict(work: GroupRequest, completions: Sequence[Completion], why: str) -> Judged:
-    """The group of completions that nobody could verify: every one is unscored, with the reason."""
-
-    def verify(prompts: list[Prompt], done: list[Completion]) -> list[Verdict]:
-        return [Verdict(None, why)] * len(done)
-
-    (group,) = collect_groups(_Given(completions), [work.prompt], work.params, verify)
-    return Judged(group, Logged(), ())
-
-
-class OneAtATime:
-    """A run's verify for two threads: the trainer's, which evaluates, and the pool's."""
-
-    def __init__(self, verify: Any) -> None:
-        self.inner = verify
-        self._lock = threading.Lock()
-
-    def __call__(self, prompts: Any, completions: Any, step: int = 0) -> list[Verdict]:
-        return self.judge(prompts, completions, step)[0]
-
-    def judge(self, prompts: Any, completions: Any, step: int) -> tuple[list[Verdict], Logged]:
-        """Verdicts, and what was logged for them."""
-        with self._lock:
-            return self.inner(prompts, completions, step), getattr(self.inner, "logged", Logged())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+def unjudged(request: GroupRequest, returned: Sequence[Completion], why: str) -> JudgedGroups:
+    """The group of completions that nobody could judge: every one is unscored, with the reason."""
+    prompts = [request.prompt]
+    completions = check_completions(returned, prompts, request.params)
+    verdicts = [Verdict(None, c.error if c.finish_reason == "error" else why) for c in completions]
+    return JudgedGroups(tuple(group_rollouts(prompts, completions, verdicts)), Logged())

@@ -16,21 +16,23 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tinyllm.config.sections import GRPOConfig
+from tinyllm.config.sections import GRPOConfig, RewardConfig
 from tinyllm.engine.engine import Engine
+from tinyllm.engine.remote.served import ServedEngine
 from tinyllm.errors import ConfigError
 from tinyllm.health.ledger import DROPPED_SHARE, ledger_line, selection
 from tinyllm.pool.driver import Driver
 from tinyllm.pool.engine_worker import EngineSpec, EngineWorker, to_arrays, trained_parameters
-from tinyllm.pool.judging import Judge, Judged, build_judge, without_verdict
+from tinyllm.pool.judging import JudgeWorker, build_judge_worker, unjudged
 from tinyllm.pool.ray_workers import RayCluster
 from tinyllm.pool.state import GroupRequest, GroupResult
 from tinyllm.pool.workers import ThreadWorker, WorkerGroup
 from tinyllm.post.batch import BatchRules
-from tinyllm.post.source import Logbook, PromptOrder, missing_groups, require_signal
+from tinyllm.post.source import JudgedGroups, PromptOrder, joined_logs, missing_groups, require_signal
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Group, Prompt, Revision, SamplingParams
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Group, Prompt, Revision, SamplingParams, Step
+from tinyllm.seams import Judge
+from tinyllm.tasks import TaskData
 
 log = logging.getLogger("tinyllm")
 
@@ -55,7 +57,16 @@ def doing(groups: str, states: Mapping[str, Sequence[str]]) -> str:
 class Pool:
     """Workers of one run and the driver that keeps them busy."""
 
-    def __init__(self, config: GRPOConfig, engine: Any, verify: Any, judged: Any, data: Any, prompts: Any, params: Any):
+    def __init__(
+        self,
+        config: GRPOConfig,
+        engine: Engine | ServedEngine,
+        judge: Judge,
+        reward: RewardConfig,
+        data: TaskData,
+        params: SamplingParams,
+    ) -> None:
+        prompts = [*data.train, *data.held_out]
         self.config, self.engine = config, engine
         self.cluster: RayCluster | None = None
         self.embedded = isinstance(engine, Engine)
@@ -70,8 +81,8 @@ class Pool:
                 self.cluster = RayCluster(settings.ray_address, settings.engines + settings.verifiers, size)
             self.driver = Driver(
                 self._engines(prompts, params),
-                self._verifiers(verify, judged, data),
-                without_verdict,
+                self._verifiers(judge, reward, data),
+                unjudged,
                 lambda done: self.done(done),
                 self._failed,
                 attempts=settings.group_attempts,
@@ -99,12 +110,12 @@ class Pool:
         capacity = -(-slots // params.n)
         return WorkerGroup("engine", settings.engines, make, capacity, settings.group_deadline_s, takes_weights=True)
 
-    def _verifiers(self, verify: Any, judged: Any, data: Any) -> WorkerGroup:
+    def _verifiers(self, judge: Judge, reward: RewardConfig, data: TaskData) -> WorkerGroup:
         settings = self.config.pool
         if not settings.verifiers:  # what runs here cannot be ended, as without a pool
-            return WorkerGroup("verifier", 1, lambda: ThreadWorker(lambda: Judge(verify)), capacity=1)
+            return WorkerGroup("verifier", 1, lambda: ThreadWorker(lambda: JudgeWorker(judge)), capacity=1)
         assert self.cluster is not None
-        build = partial(build_judge, judged, replace(data, train=data.train[:1], held_out=()))
+        build = partial(build_judge_worker, reward, replace(data, train=data.train[:1], held_out=()))
         self.cluster.require_portable(
             build, "the reward function", "give it as module:function, or leave out pool.verifiers"
         )
@@ -134,19 +145,19 @@ class Pool:
 
 
 @dataclass
-class _Step:
+class _StepInFlight:
     """A step under way."""
 
     prompts: list[Prompt] = field(default_factory=list)
     draws: dict[str, int] = field(default_factory=dict)
-    judged: dict[int, Judged] = field(default_factory=dict)
+    judged: dict[int, JudgedGroups] = field(default_factory=dict)
     refills: int = 0
     complete: bool = False
 
     @property
     def groups(self) -> list[Group]:
         """In the order of the prompts, once all are there."""
-        return [self.judged[number].group for number in range(len(self.prompts))]
+        return [group for number in range(len(self.prompts)) for group in self.judged[number].groups]
 
 
 class PoolSource:
@@ -167,10 +178,8 @@ class PoolSource:
         self.run, self.pool, self.order, self.params = run, pool, order, params
         self.train, self.rules, self.max_lag = config.train, BatchRules.of(config), config.pool.max_lag
         self.first_step, self.on_phase = first_step, on_phase
-        self.seconds: dict[str, float] = {}
-        self.logged = Logged()
         self._admitted = first_step - 1
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _StepInFlight] = {}
         self._lines: list[dict[str, Any]] = []
         self._ledger = run.ledger()
         self._warned = False
@@ -182,11 +191,9 @@ class PoolSource:
         self.pool.engine.publish(revision)
         self._let_in(revision)
 
-    def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
-        for step in range(self.first_step, self.train.steps + 1):
-            groups = self._wait(step)
-            self.order.trained += len(groups)
-            yield step, groups
+    def __iter__(self) -> Iterator[Step]:
+        for number in range(self.first_step, self.train.steps + 1):
+            yield self._wait(number)
 
     # -- letting groups in ------------------------------------------------------------------------------------------
 
@@ -196,7 +203,7 @@ class PoolSource:
         with self.pool.changed:
             while self._admitted < last:
                 self._admitted += 1
-                self._steps[self._admitted] = _Step()
+                self._steps[self._admitted] = _StepInFlight()
                 self._draw(self._admitted, self.train.prompts_per_step)
 
     def _draw(self, number: int, count: int) -> None:
@@ -211,16 +218,17 @@ class PoolSource:
 
     def _done(self, done: GroupResult) -> None:
         """A group has come back (in the driver's thread)."""
-        judged: Judged = done.result
+        judged: JudgedGroups = done.result
+        (group,) = judged.groups
         with self.pool.changed:
             step = self._steps[done.work.step]
             step.judged[done.work.number] = judged
-            self._lines.append(ledger_line(done.work.step, judged.group, vars(done.trace)))
+            self._lines.append(ledger_line(done.work.step, group, vars(done.trace)))
             if len(step.judged) == len(step.prompts):
                 self._settle(done.work.step, step)
             self.pool.changed.notify_all()
 
-    def _settle(self, number: int, step: _Step) -> None:
+    def _settle(self, number: int, step: _StepInFlight) -> None:
         """All groups of a step are there: it is complete, or dynamic sampling draws more."""
         missing = missing_groups(step.groups, self.rules, self.train) if self.rules.dynamic_sampling else 0
         if missing and step.refills < self.train.max_refills:
@@ -231,7 +239,7 @@ class PoolSource:
 
     # -- handing steps on -------------------------------------------------------------------------------------------
 
-    def _wait(self, number: int) -> list[Group]:
+    def _wait(self, number: int) -> Step:
         begin = time.monotonic()
         with self.pool.changed:
             while not (step := self._steps[number]).complete:
@@ -241,19 +249,14 @@ class PoolSource:
                 self.pool.changed.wait(_LOOK_S)
             del self._steps[number]
             lines, self._lines = self._lines, []
-        self._account(time.monotonic() - begin)
+        seconds = self._account(time.monotonic() - begin)
         self._keep(number, lines)
-        groups = step.groups
+        groups = tuple(step.groups)
         if self.rules.dynamic_sampling:
             require_signal(number, groups, self.rules, self.train)
         self._require_lag(number, groups)
-        book = Logbook()
-        for place in range(len(step.prompts)):
-            judged = step.judged[place]
-            done = {r.completion.sample: r.completion for r in judged.group.rollouts}
-            book.add(judged.logged, [done[sample] for sample in judged.samples], [judged.group])
-        self.logged = book.logged
-        return groups
+        logged = joined_logs([step.judged[place] for place in range(len(step.prompts))])
+        return Step(number, groups, logged, seconds, prompts=len(groups))
 
     def _doing(self, number: int) -> str:
         ahead = sum(len(step.judged) for later, step in self._steps.items() if later > number)
@@ -261,17 +264,17 @@ class PoolSource:
         groups = f"{len(step.judged)} of {len(step.prompts)} there, {ahead} of later steps"
         return doing(groups, self.pool.driver.states())
 
-    def _account(self, waited_s: float) -> None:
-        """Seconds that the trainer waited, and the share of the time since the last step in which workers had nothing
-        to do."""
+    def _account(self, waited_s: float) -> dict[str, float]:
+        """Seconds that the trainer waited, and the share of the time since the last step in which workers were idle."""
         now, busy = time.monotonic(), self.pool.driver.busy_seconds()
         passed = max(1e-9, now - self._clock)
-        self.seconds = {"wait_s": waited_s, "trainer_idle": min(1.0, waited_s / passed)}
+        account = {"wait_s": waited_s, "trainer_idle": min(1.0, waited_s / passed)}
         counts = {workers.name: workers.count for workers in self.pool.driver.worker_groups}
         for name, seconds in busy.items():
             share = (seconds - self._busy[name]) / (passed * counts[name])
-            self.seconds[f"{name}_idle"] = min(1.0, max(0.0, 1.0 - share))
+            account[f"{name}_idle"] = min(1.0, max(0.0, 1.0 - share))
         self._busy, self._clock = busy, now
+        return account
 
     def _keep(self, number: int, lines: Sequence[dict[str, Any]]) -> None:
         """Writes the ledger, and warns once when what was dropped is worth it."""
@@ -288,5 +291,7 @@ class PoolSource:
         for group in groups:
             for rollout in group.rollouts:
                 for span in rollout.completion.all_spans if rollout.completion.token_ids else ():
+                    if span.revision is None:  # given by the environment
+                        continue
                     lag = number - 1 - span.revision.step
                     assert 0 <= lag <= self.max_lag, (number, group.id, span, self.max_lag)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tinyllm.errors import ConfigError
 from tinyllm.post.batch import Batch, split_microbatches
-from tinyllm.records import Group
+from tinyllm.records import Group, Revision
 
 
 def dpo_loss(
@@ -89,7 +89,7 @@ class DPOObjective:
         self.axes = {"beta": config.objective.beta, "label_smoothing": config.objective.label_smoothing}
         self.length_normalized = config.objective.length_normalized
 
-    def batch(self, groups: Sequence[Group]) -> Batch:
+    def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
         """Pair after pair; a micro-batch holds whole pairs and the denominator is the number of pairs."""
         assert all(len(g.rollouts) == 2 for g in groups), "a group of DPO is a pair"
         rollouts = tuple(r for g in groups for r in g.rollouts)

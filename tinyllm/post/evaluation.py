@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from tinyllm.distributed.ranks import SOLO, Ranks
-from tinyllm.post.grpo import RolloutClient, collect_groups, kl_estimate
+from tinyllm.post.grpo import collect_groups, kl_estimate
 from tinyllm.post.update import Scorer
-from tinyllm.records import Group, Prompt, SamplingParams, Verdict
+from tinyllm.records import Group, Prompt, SamplingParams
+from tinyllm.seams import Engine, Judge
 from tinyllm.stats import mean_per_token
 
 
 def evaluator(
-    engine: RolloutClient,
+    engine: Engine,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    verify: Callable[..., list[Verdict]],
+    judge: Judge,
     reference: Callable[[], Scorer | None],
     ranks: Ranks = SOLO,
 ) -> Callable[[int, Sequence[Group]], dict[str, Any] | None]:
     """Returns evaluate(step, groups): one completion per held-out prompt under `params`, judged.
 
-    reference gives the start policy's scorer, or None when the KL is not measured: the k3 estimate per token on the
-    step's own rollouts, so it is that of the policy which sampled them. Ranks share both kinds of work.
+    reference gives the start policy's scorer, or None when the KL is not measured. The KL (k3, per token) is estimated
+    on the step's rollouts, i.e. for the policy that sampled them. Sampling and scoring are divided among the ranks.
     """
 
     def evaluate(step: int, groups: Sequence[Group]) -> dict[str, Any] | None:
@@ -33,7 +35,7 @@ def evaluator(
             return None
         row: dict[str, Any] = {"kind": "eval", "step": step}
         row |= start_kl(groups, shared(ranks, reference())) if step else dict.fromkeys(("kl", "kl_low", "kl_high"), 0.0)
-        judged = ranks.share(prompts, lambda s: collect_groups(engine, s, params, lambda p, c: verify(p, c, step)))
+        judged = ranks.share(prompts, lambda s: collect_groups(engine, s, params, partial(judge, step=step)))
         rollouts = [r for g in judged for r in g.rollouts]
         scored = [r.verdict for r in rollouts if r.verdict.value is not None]
         correct = [dict(v.parts).get("correct") for v in scored]
@@ -65,13 +67,15 @@ def start_kl(groups: Sequence[Group], reference: Scorer | None) -> dict[str, flo
         for rollout in group.rollouts:
             if rollout.completion.token_ids:
                 sequences.append((group.prompt.token_ids, rollout.completion.token_ids))
-                sampled.append(torch.tensor(rollout.completion.logprobs, dtype=torch.float64))
+                sampled.append(rollout.completion)
                 owners.append(owner)
     if reference is None or not sequences:
         return {"kl": None, "kl_low": None, "kl_high": None}
     sums, sizes = [0.0] * len(groups), [0] * len(groups)
-    for owner, policy, start in zip(owners, sampled, reference(sequences), strict=True):
-        sums[owner] += kl_estimate(policy, start.cpu().double()).sum().item()
+    for owner, completion, start in zip(owners, sampled, reference(sequences), strict=True):
+        mask = torch.tensor(completion.sampled)
+        policy = torch.tensor([x for x in completion.logprobs if x is not None], dtype=torch.float64)
+        sums[owner] += kl_estimate(policy, start.cpu().double()[mask]).sum().item()
         sizes[owner] += len(policy)
     rows = [owner for owner, size in enumerate(sizes) if size]
     kl = mean_per_token([sums[row] for row in rows], [sizes[row] for row in rows])

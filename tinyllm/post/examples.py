@@ -1,4 +1,4 @@
-"""Runs on given completions (SFT, DPO): where their groups come from, and the loss on held-out rows."""
+"""Given completions (SFT, DPO): where their steps come from, and the loss on held-out rows."""
 
 from __future__ import annotations
 
@@ -11,96 +11,93 @@ import torch
 
 from tinyllm.config.io import check
 from tinyllm.config.sections import DPOConfig, SFTConfig
+from tinyllm.distributed.ranks import Ranks
 from tinyllm.errors import ConfigError, DataError, TrainingStopped
 from tinyllm.post.dpo import DPOStats
 from tinyllm.post.evaluation import shared
-from tinyllm.post.parts import Parts
-from tinyllm.post.source import PromptOrder, Source
+from tinyllm.post.objectives import Objective
+from tinyllm.post.source import PromptOrder
 from tinyllm.post.trainer import Evaluate
-from tinyllm.post.update import Scorer, model_scorer
-from tinyllm.record.rundir import RunDir
-from tinyllm.records import Group, Revision
-from tinyllm.rewards.functions import Logged
+from tinyllm.post.update import Scorer
+from tinyllm.records import Group, Revision, Rollout, Step
 from tinyllm.stats import mean_per_token
-from tinyllm.tasks.examples import ExampleData, load_examples
+from tinyllm.tasks.examples import ExampleData
 
 
 class ExampleSource:
-    """Rows in a seeded order, epoch after epoch. Nothing is sampled, so a resumed run takes the same rows again."""
+    """Rows in a seeded order, epoch after epoch. Nothing is sampled, so a resumed run takes the same rows again.
 
-    def __init__(self, data: ExampleData, order: PromptOrder, config: SFTConfig | DPOConfig, after: int) -> None:
+    recorded: the steps that the record has already.
+    """
+
+    def __init__(
+        self,
+        data: ExampleData,
+        order: PromptOrder,
+        config: SFTConfig | DPOConfig,
+        after: int,
+        recorded: Sequence[int] = (),
+    ) -> None:
         self.data, self.order, self.train, self.after = data, order, config.train, after
-        self.seconds: dict[str, float] = {}
-        self.logged = Logged()
+        self.recorded = frozenset(recorded)
 
     def publish(self, revision: Revision) -> None:
-        """Nobody samples."""
+        """No completion is sampled, so nothing needs the new weights."""
 
-    def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
-        for step in range(self.after + 1, self.train.steps + 1):
+    def __iter__(self) -> Iterator[Step]:
+        for number in range(self.after + 1, self.train.steps + 1):
             rows = self.order.take(self.train.batch_size, {})
-            self.order.trained += len(rows)
-            yield step, self.data.of(rows)
+            groups = tuple(self.data.of(rows))
+            yield Step(number, groups, prompts=len(rows), recorded=number in self.recorded)
 
 
-class ExampleParts(Parts):
-    """A run of SFT or DPO."""
+def checked_config(config: SFTConfig | DPOConfig, data: ExampleData) -> SFTConfig | DPOConfig:
+    """The configuration with its number of steps. Raises DataError and ConfigError for rows that do not fit it."""
+    rows, train = len(data.train), config.train
+    if rows < train.batch_size:
+        raise DataError(
+            f"{data.name}: {rows} rows to train on, fewer than one batch (train.batch_size = "
+            f"{train.batch_size}); lower it or give more rows"
+        )
+    largest = max(_distinct_tokens(g) for groups in data.groups.values() for g in groups)
+    if largest > train.tokens_per_microbatch:
+        raise ConfigError(
+            f"train.tokens_per_microbatch = {train.tokens_per_microbatch} cannot hold the longest row; it needs at "
+            f"least {largest}"
+        )
+    if train.steps:
+        return config
+    steps = max(1, math.ceil(round(train.epochs * rows / train.batch_size, 6)))  # 1.1 * 10 is not 11 in fp64
+    resolved = replace(config, train=replace(train, steps=steps))
+    check(resolved)
+    return resolved
 
-    def read_data(self) -> None:
-        config = self.config
-        self.data: ExampleData = load_examples(config, self.tokenizer)
-        rows, train = len(self.data.train), config.train
-        if rows < train.batch_size:
-            raise DataError(
-                f"{self.data.name}: {rows} rows to train on, fewer than one batch (train.batch_size = "
-                f"{train.batch_size}); lower it or give more rows"
-            )
-        largest = max(_distinct_tokens(g) for groups in self.data.groups.values() for g in groups)
-        if largest > train.tokens_per_microbatch:
-            raise ConfigError(
-                f"train.tokens_per_microbatch = {train.tokens_per_microbatch} cannot hold the longest row; it needs at "
-                f"least {largest}"
-            )
-        if not train.steps:
-            steps = max(1, math.ceil(round(train.epochs * rows / train.batch_size, 6)))  # 1.1 * 10 is not 11 in fp64
-            self.config = replace(config, train=replace(train, steps=steps))
-            check(self.config)
 
-    def longest(self) -> int:
-        return self.data.longest
+def likelihood_evaluator(groups: Sequence[Group], scorer: Scorer, ranks: Ranks) -> Evaluate:
+    """Returns evaluate(step, groups): the loss of SFT on held-out rows."""
 
-    def use_model(self) -> None:
-        """Nothing samples with it."""
+    def evaluate(step: int, _: Sequence[Group]) -> dict[str, Any] | None:
+        return _line(step, held_out_likelihood(groups, shared(ranks, scorer) or scorer)) if groups else None
 
-    def publish(self, revision: Revision) -> None:
-        """Nothing samples with it."""
+    return evaluate
 
-    def close(self) -> None:
-        """There are no processes."""
 
-    def source(self, run: RunDir, order: PromptOrder, recorded: Sequence[int], after: int) -> Source:
-        return ExampleSource(self.data, order, self.config, after)
+def preference_evaluator(groups: Sequence[Group], objective: Objective, scorer: Scorer, reference: Scorer) -> Evaluate:
+    """Returns evaluate(step, groups): loss and implicit rewards of DPO on held-out pairs."""
 
-    def evaluator(self) -> Evaluate:
-        groups = self.data.of(self.data.held_out[: self.config.eval.prompts or None])
-        scorer = model_scorer(self.policy, 1.0, self.config.train.tokens_per_microbatch)
+    def evaluate(step: int, _: Sequence[Group]) -> dict[str, Any] | None:
+        return _line(step, held_out_preference(groups, objective, scorer, reference)) if groups else None
 
-        def evaluate(step: int, _: Sequence[Group]) -> dict[str, Any] | None:
-            if not groups:
-                return None
-            if self.config.kind == "sft":
-                row = held_out_likelihood(groups, shared(self.ranks, scorer) or scorer)
-            else:
-                assert self.reference is not None
-                row = held_out_preference(groups, self.updater.objective, scorer, self.reference)
-            if not math.isfinite(row["loss"]):
-                raise TrainingStopped(
-                    f"the held-out loss after step {step} is {row['loss']}; lower optimizer.lr, or take another model "
-                    "or dtype if no step was made"
-                )
-            return {"kind": "eval", "step": step, **row}
+    return evaluate
 
-        return evaluate
+
+def _line(step: int, row: dict[str, Any]) -> dict[str, Any]:
+    if not math.isfinite(row["loss"]):
+        raise TrainingStopped(
+            f"the held-out loss after step {step} is {row['loss']}; lower optimizer.lr, or take another model "
+            "or dtype if no step was made"
+        )
+    return {"kind": "eval", "step": step, **row}
 
 
 def held_out_likelihood(groups: Sequence[Group], scorer: Scorer) -> dict[str, Any]:
@@ -125,13 +122,15 @@ def held_out_likelihood(groups: Sequence[Group], scorer: Scorer) -> dict[str, An
 
 
 @torch.no_grad()
-def held_out_preference(groups: Sequence[Group], objective: Any, policy: Scorer, reference: Scorer) -> dict[str, Any]:
+def held_out_preference(
+    groups: Sequence[Group], objective: Objective, policy: Scorer, reference: Scorer
+) -> dict[str, Any]:
     """Loss and implicit rewards of held-out pairs, with the loss's interval; prompts are the clusters."""
     total = DPOStats()
     sums: dict[tuple[int, ...], float] = {}
     sizes: dict[tuple[int, ...], int] = {}
     for group in groups:
-        batch = replace(objective.batch([group]), denominator=1.0)
+        batch = objective.batch([group])  # one pair: the loss is divided by 1
         sequences = _sequences([group])
         loss, stats = objective.loss(batch, (0, 1), policy(sequences), (), reference(sequences))
         prompt = group.prompt.token_ids  # the pairs of a prompt depend on each other
@@ -143,7 +142,7 @@ def held_out_preference(groups: Sequence[Group], objective: Any, policy: Scorer,
     return row | objective.metrics(groups, batch, total, {})
 
 
-def _rollouts(groups: Sequence[Group]) -> Iterator[tuple[Group, Any]]:
+def _rollouts(groups: Sequence[Group]) -> Iterator[tuple[Group, Rollout]]:
     return ((group, rollout) for group in groups for rollout in group.rollouts)
 
 

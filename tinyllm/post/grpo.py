@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from tinyllm.errors import ConfigError, EngineError, RewardError, TinyLLMError
-from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, SamplingParams, Verdict
+from tinyllm.records import Completion, Group, Judged, Logged, Prompt, Rollout, SamplingParams, Verdict
 
-Verify = Callable[[list[Prompt], list[Completion]], list[Verdict]]
+Verify = Callable[[list[Prompt], list[Completion]], Sequence[Verdict] | Judged]
 
 _CHOICES = {  # the stub has them as Literal types
     "baseline": ("mean", "leave_one_out"),
@@ -397,7 +397,12 @@ def _check(**axes: Any) -> None:
 
 
 class RolloutClient(Protocol):
-    """Whatever samples: the embedded engine, a server, a pool. It returns ids and log-probabilities, not just text."""
+    """Whatever samples: the embedded engine, a server, a pool.
+
+    A client returns the ids that were sampled, stop token included, and one log-probability per id under the
+    distribution the token was really drawn from. It never tokenizes text again, and raises EngineError when its source
+    gives no ids or no log-probabilities.
+    """
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """params.n completions of each prompt, in any order; one that failed has finish_reason "error" and a reason."""
@@ -407,36 +412,86 @@ class RolloutClient(Protocol):
 def collect_groups(
     client: RolloutClient, prompts: Sequence[Prompt], params: SamplingParams, verify: Verify
 ) -> list[Group]:
-    """Sample, verify each usable completion once, group by (prompt, draw); a failure is a record with its reason."""
+    """Sample all prompts, verify what came back, and group it: params.n rollouts per prompt, prompts in their order.
+
+    Completions are matched to prompts by (prompt_id, draw, sample), never by position. verify is called once, with
+    every usable completion exactly once beside its prompt; not at all when there is none. A failure is data: an
+    unscored rollout with its reason, whose completion has finish_reason "error" and no tokens (see _fault for what
+    counts as one). Raises EngineError and RewardError as check_completions and judge_completions do.
+    """
+    completions = check_completions(client.sample(prompts, params), prompts, params)
+    return group_rollouts(prompts, completions, judge_completions(verify, prompts, completions).verdicts)
+
+
+def check_completions(
+    returned: Sequence[Completion], prompts: Sequence[Prompt], params: SamplingParams
+) -> list[Completion]:
+    """What a client returned, put in order: params.n completions per prompt, prompt after prompt, sample after sample.
+
+    One that is missing, or that nothing can be trained on, is a failed completion with its reason. Raises EngineError
+    for a completion that was not asked for or is there twice, and when nothing of what the client claims is usable.
+    """
     asked = {(p.id, p.draw, sample): p for p in prompts for sample in range(params.n)}
     assert len(asked) == len(prompts) * params.n, "a prompt drawn twice in one call needs two draw numbers"
-    returned: dict[tuple[str, int, int], Completion] = {}
-    for c in client.sample(prompts, params):
+    found: dict[tuple[str, int, int], Completion] = {}
+    for c in returned:
         key = (c.prompt_id, c.draw, c.sample)
-        if key not in asked or key in returned:
-            what = "twice" if key in returned else "without being asked"
+        if key not in asked or key in found:
+            what = "twice" if key in found else "without being asked"
             raise EngineError(
                 f"the client returned prompt {key[0]!r} draw {key[1]} sample {key[2]} {what}: fix its ids"
             )
-        returned[key] = c
-    faults = {key: fault for key, c in returned.items() if (fault := _fault(c, params))}
-    usable = [key for key in asked if key in returned and key not in faults]
-    claimed = [key for key, c in returned.items() if c.finish_reason != "error"]
-    if asked and not usable and (claimed or not returned):  # one bad completion is data; a bad client is an error
+        found[key] = c
+    faults = {key: fault for key, c in found.items() if (fault := _fault(c, params))}
+    claimed = [key for key, c in found.items() if c.finish_reason != "error"]
+    if (
+        asked and len(faults) == len(found) and (claimed or not found)
+    ):  # one bad completion is data; a bad client is not
         why = f"{claimed[0]}: {faults[claimed[0]]}" if claimed else "it returned nothing"
         raise EngineError(f"the client gave no usable completion for {len(asked)} asked ({why}): fix the client")
-    verdicts = dict(zip(usable, _judge(verify, [asked[k] for k in usable], [returned[k] for k in usable]), strict=True))
 
-    def rollout(key: tuple[str, int, int]) -> Rollout:
-        if key in verdicts:
-            return Rollout(returned[key], verdicts[key])
-        reason = faults.get(key, "the client returned no completion")
-        blank = returned.get(key) or Completion(*key, (), (), "error", 0, Revision(-1, ""), "")
-        # Without tokens nothing downstream can train on it; without a value it leaves mean and std of its group
-        failed = replace(blank, token_ids=(), logprobs=(), finish_reason="error", error=reason)
-        return Rollout(failed, Verdict(None, reason=reason))
+    # Without tokens nothing downstream can train on a completion that has a fault
+    blank = {"token_ids": (), "logprobs": (), "spans": (), "finish_reason": "error"}
+    for key, fault in faults.items():
+        found[key] = replace(found[key], **blank, error=fault)  # type: ignore[arg-type]
+    for key in [key for key in asked if key not in found]:
+        found[key] = Completion.failed(asked[key], key[2], 0, "the client returned no completion")
+    return [found[key] for key in asked]
 
-    return [Group(p, tuple(rollout((p.id, p.draw, sample)) for sample in range(params.n))) for p in prompts]
+
+def judge_completions(verify: Verify, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Judged:
+    """One verdict per completion, in order, and what was logged for it.
+
+    verify gets every completion that did not fail, once, beside its prompt; it returns one Verdict for each, or Judged.
+    A completion that failed is unscored with its reason. If verify raises, everything it was given is unscored with
+    what it raised; our own errors pass through. A reward beyond 1e100 is unscored too. Raises RewardError when verify
+    returns another number of verdicts, or something else.
+    """
+    by_id = {(p.id, p.draw): p for p in prompts}
+    usable = [i for i, c in enumerate(completions) if c.finish_reason != "error"]
+    judged = _judge(verify, [by_id[completions[i].prompt_id, completions[i].draw] for i in usable],
+                    [completions[i] for i in usable])  # fmt: skip
+    place = {i: number for number, i in enumerate(usable)}
+    # Without a value a failed completion leaves mean and std of its group
+    verdicts = tuple(
+        judged.verdicts[place[i]] if i in place else Verdict(None, c.error or "the sampler failed without a reason")
+        for i, c in enumerate(completions)
+    )
+    extras = {
+        name: [column[place[i]] if i in place else None for i in range(len(completions))]
+        for name, column in judged.logged.extras.items()
+    }
+    return Judged(verdicts, Logged(judged.logged.metrics, extras))
+
+
+def group_rollouts(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], verdicts: Sequence[Verdict]
+) -> list[Group]:
+    """One group per prompt: its completions, each with the verdict at the same place."""
+    members: dict[tuple[str, int], list[Rollout]] = {(p.id, p.draw): [] for p in prompts}
+    for c, v in zip(completions, verdicts, strict=True):
+        members[c.prompt_id, c.draw].append(Rollout(c, v))
+    return [Group(p, tuple(members[p.id, p.draw])) for p in prompts]
 
 
 def _fault(c: Completion, params: SamplingParams) -> str | None:
@@ -448,38 +503,47 @@ def _fault(c: Completion, params: SamplingParams) -> str | None:
     ids, logprobs = (() if x is None else x for x in (c.token_ids, c.logprobs))
     if len(ids) == 0 or len(ids) != len(logprobs):
         return f"{len(ids)} token ids with {len(logprobs)} log-probabilities"
+    sampled = c.sampled
+    if len(sampled) != len(ids):
+        return f"spans of {len(sampled)} tokens for {len(ids)} token ids"
     for position, (token, logp) in enumerate(zip(ids, logprobs, strict=True)):
         if not isinstance(token, Integral) or not 0 <= token < 2**31:
             return f"id of token {position} is {token!r}"
+        if not sampled[position]:
+            if logp is not None:
+                return f"token {position} was given by the environment, and has the log-probability {logp!r}"
+            continue
         # Rounding may leave a certain token above 0
         if not isinstance(logp, Real) or not math.isfinite(logp) or logp > 1e-3:
             return f"log-probability of token {position} is {logp!r}"
-    if len(c.token_ids) > params.max_new_tokens:
-        return f"{len(c.token_ids)} tokens, but max_new_tokens is {params.max_new_tokens}"
+    if sum(sampled) > params.max_new_tokens:
+        return f"{sum(sampled)} tokens, but max_new_tokens is {params.max_new_tokens}"
     only_tokens_stop = params.stop_token_ids and not params.stop_strings
     if c.finish_reason == "stop" and only_tokens_stop and c.token_ids[-1] not in params.stop_token_ids:
         return f"it stopped, but its last token {c.token_ids[-1]} is no stop token: the client dropped it"
     return None
 
 
-def _judge(verify: Verify, prompts: list[Prompt], completions: list[Completion]) -> list[Verdict]:
-    """One verdict per completion. What the verifier raises is recorded; what breaks its contract is an error."""
+def _judge(verify: Verify, prompts: list[Prompt], completions: list[Completion]) -> Judged:
+    """What verify returns, one verdict per completion; what it raises is recorded, a broken contract is an error."""
     if not completions:
-        return []
+        return Judged(())
     try:
-        verdicts = verify(prompts, completions)
+        result = verify(prompts, completions)
     except TinyLLMError:
         raise
     except Exception as error:  # noqa: BLE001 - not hidden: the recorded reason of every rollout it leaves unscored
         reason = f"verifier raised {type(error).__name__}: {' '.join(str(error).split())}"
-        return [Verdict(None, reason=reason)] * len(completions)
+        return Judged((Verdict(None, reason=reason),) * len(completions))
+    verdicts = result.verdicts if isinstance(result, Judged) else result
     count = len(verdicts) if isinstance(verdicts, Sequence) else None
     if count != len(completions) or not all(isinstance(v, Verdict) for v in verdicts):
         what = f"{count} verdicts" if count not in (None, len(completions)) else "something other than verdicts"
         raise RewardError(
             f"the verifier returned {what} for {len(completions)} completions: return one Verdict for each"
         )
-    return [_bounded(v) for v in verdicts]
+    logged = result.logged if isinstance(result, Judged) else Logged()
+    return Judged(tuple(_bounded(v) for v in verdicts), logged)
 
 
 def _bounded(v: Verdict) -> Verdict:

@@ -18,7 +18,7 @@ from tinyllm.post.batch import Batch, BatchRules, make_batch, objective_axes, pa
 from tinyllm.post.dpo import DPOObjective
 from tinyllm.post.grpo import ObjectiveStats, clipped_objective
 from tinyllm.post.sft import SFTObjective
-from tinyllm.records import Completion, Group
+from tinyllm.records import Completion, Group, Revision
 
 
 class Objective(Protocol):
@@ -34,7 +34,7 @@ class Objective(Protocol):
     empty: Any
     """Statistics of nothing."""
 
-    def batch(self, groups: Sequence[Group]) -> Batch:
+    def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
         """Rows, advantages, denominator, micro-batches."""
         ...
 
@@ -84,8 +84,8 @@ class GRPOObjective:
         else:
             self._weight_of_one = chosen.sampler_cap if chosen.sampler_mode == "truncate" else 0.0
 
-    def batch(self, groups: Sequence[Group]) -> Batch:
-        return make_batch(groups, self.rules)
+    def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
+        return replace(make_batch(groups, self.rules), revision=revision)
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
         """The first pass's for a row that the trained weights drew; where older ones had a part, what was recorded."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,21 @@ from tinyllm.callbacks import Callback
 from tinyllm.config.io import overlay
 from tinyllm.config.sections import Config, EngineConfig, GRPOConfig, PoolConfig
 from tinyllm.distributed.fsdp import like, local
-from tinyllm.engine.engine import Engine
+from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.resample import Versions, resample
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.model import models
 from tinyllm.post.batch import Batch
-from tinyllm.post.grpo import PRESETS
+from tinyllm.post.build import Run, build_run
+from tinyllm.post.grpo import PRESETS, group_rollouts, judge_completions
 from tinyllm.post.optimizer import learning_rate
-from tinyllm.post.parts import Parts
-from tinyllm.post.run import GRPOParts, make_parts
 from tinyllm.post.trainer import derived_columns, hash_verdicts, step_metrics
 from tinyllm.post.update import UpdateResult
 from tinyllm.record.files import json_text, write_atomic
 from tinyllm.record.hashing import hash_tensor, hash_tensors
 from tinyllm.record.manifest import compare_manifests
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Group, Revision, Rollout, Verdict
+from tinyllm.records import Group, Revision, Rollout, Step
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def replay(
     run = RunDir.read(path)
     first, last = _range(run, steps)
     config = _here(run, _what_if(run.config, sample, objective, reward), sample)
-    parts = make_parts(replace(config, eval=replace(config.eval, every=0)), None, callbacks)
+    again = build_run(replace(config, eval=replace(config.eval, every=0)), None, callbacks)
     try:
-        player = _Player(run, parts, sample, tolerance, compare=objective is None and reward is None)
+        player = _Player(run, again, sample, tolerance, compare=objective is None and reward is None)
         done, divergence = 0, None
         for step in player.start(first, last):
             divergence = player.step(step)
@@ -103,13 +103,12 @@ def replay(
                 break
         if divergence is None and player.compare:
             divergence = player.final_model(last)
-        written = None if player.compare else parts.ranks.on_main(lambda: player.write_what_if(objective, reward))
+        written = None if player.compare else again.ranks.on_main(lambda: player.write_what_if(objective, reward))
     finally:
-        parts.close()
-    now = parts.manifest()
+        again.close()
     conditions = [
         c
-        for c in compare_manifests(run.manifest, now)
+        for c in compare_manifests(run.manifest, again.manifest)
         if c[0].partition(".")[0] in ("hashes", "probe", "versions", "machine") or c[0] == "facts.ranks"
     ]
     return ReplayResult(tuple(range(first, first + done)), divergence, tuple(conditions), written)
@@ -156,16 +155,17 @@ def _what_if(config: Config, sample: bool, objective: str | None, reward: str | 
 
 
 class _Player:
-    """Replays step after step on the parts of a run."""
+    """Replays step after step on the parts of a run, built again."""
 
-    def __init__(self, run: RunDir, parts: Parts, sample: bool, tolerance: float | None, compare: bool) -> None:
-        self.run, self.parts, self.sample, self.tolerance, self.compare = run, parts, sample, tolerance, compare
-        self.objective = parts.updater.objective
+    def __init__(self, run: RunDir, again: Run, sample: bool, tolerance: float | None, compare: bool) -> None:
+        self.run, self.again, self.sample, self.tolerance, self.compare = run, again, sample, tolerance, compare
+        self.learner, self.sampling = again.learner, again.sampling
+        self.objective = again.learner.updater.objective
         self.metrics = {row["step"]: row for row in run.metrics("train")}
         self.checkpoints = set(run.checkpoints.steps())
         self.lines: list[dict[str, Any]] = []
         self.lag = run.config.pool.max_lag if sample else 0
-        self.versions = Versions(parts.optimizer.parameters, self.lag + 1)
+        self.versions = Versions(again.learner.optimizer.parameters, self.lag + 1)
 
     def start(self, first: int, last: int) -> Iterator[int]:
         """The steps to replay, once the weights are those before the first of them."""
@@ -175,54 +175,52 @@ class _Player:
                 _, tensors, _ = self.run.load_checkpoint(step)
             except RunError:
                 continue  # a damaged one; an earlier one, or the initial weights, will do
-            self.parts.optimizer.load(tensors)
+            self.learner.optimizer.load(tensors)
             begin = step
             break
-        self._publish(Revision(begin, self.parts.weights_hash()))
+        self._publish(Revision(begin, self.learner.weights_hash()))
         for step in range(begin + 1, first):
             self._train(step, self._groups(step))
         yield from range(first, last + 1)
 
-    def step(self, step: int) -> Divergence | None:
+    def step(self, number: int) -> Divergence | None:
         """Replays one step; the first difference, or None."""
-        files = self.run.read_rollouts(step)
-        for file in files:
-            if file.changed and self.compare:
-                return Divergence(
-                    step, "record", file.changed[0], "a row with another checksum", "the row as it is now"
-                )
-        groups = [group for file in files for group in file.groups]
-        if self.sample and (found := self._sampled(step, groups)):
+        file = self.run.read_rollouts(number)
+        if file.changed and self.compare:
+            return Divergence(number, "record", file.changed[0], "a row with another checksum", "the row as it is now")
+        groups = file.groups
+        if self.sample and (found := self._sampled(number, groups)):
             return found
-        judged = self._judged(step, groups)
+        judged = self._judged(number, groups)
         if not self.compare:
-            batch, result, revision = self._train(step, judged)
-            self.lines.append(step_metrics(self.objective, step, judged, batch, result, revision, self._lr(step), {}))
+            batch, update, revision = self._train(number, judged)
+            step = Step(number, tuple(judged))
+            self.lines.append(step_metrics(self.objective, step, batch, update, revision, self._lr(number)))
             return None
-        if found := self._verified(step, groups, judged):
+        if found := self._verified(number, groups, judged):
             return found
-        batch, result, revision = self._train(step, groups)
-        if self.parts.ranks.is_main and not self.run.derived_path(step).exists():
-            self.run.write_derived(step, *derived_columns(batch, result))
-        return self._compared(step, batch, result, revision)
+        batch, update, revision = self._train(number, groups)
+        if self.again.ranks.is_main and not self.run.derived_path(number).exists():
+            self.run.write_derived(number, *derived_columns(batch, update))
+        return self._compared(number, batch, update, revision)
 
     def _groups(self, step: int) -> list[Group]:
-        return [group for file in self.run.read_rollouts(step) for group in file.groups]
+        return self.run.read_rollouts(step).groups
 
     def _lr(self, step: int) -> float:
-        return learning_rate(self.parts.config.optimizer, step, self.parts.config.train.steps)
+        return learning_rate(self.again.config.optimizer, step, self.again.config.train.steps)
 
     def _train(self, step: int, groups: Sequence[Group]) -> tuple[Batch, UpdateResult, Revision]:
-        batch = replace(self.objective.batch(groups), revision=self._recorded(step - 1))
-        result = self.parts.updater(batch, self._lr(step))
-        self._publish(Revision(step, self.parts.weights_hash()))
+        batch = self.objective.batch(groups, self._recorded(step - 1))
+        result = self.learner.updater(batch, self._lr(step))
+        self._publish(Revision(step, self.learner.weights_hash()))
         return batch, result, self.revision
 
     def _publish(self, revision: Revision) -> None:
         self.revision = revision
         if self.sample:
             self.versions.keep(revision.step)
-        self.parts.publish(revision)
+        self.again.publish(revision)
 
     def _recorded(self, step: int) -> Revision:
         """What the run called the weights after a step: here they may differ, by another processor or a "what if"."""
@@ -231,9 +229,9 @@ class _Player:
     # -- hops -----------------------------------------------------------------------------------------------------
 
     def _sampled(self, step: int, groups: Sequence[Group]) -> Divergence | None:
-        assert isinstance(self.parts, GRPOParts)
-        assert isinstance(self.parts.engine, Engine)
-        again = resample(self.parts.engine, self.versions, groups, replace(self.parts.params, step=step))
+        assert self.sampling is not None and isinstance(self.sampling.engine, EmbeddedEngine)
+        params = replace(self.sampling.params, step=step)
+        again = resample(self.sampling.engine, self.versions, groups, params)
         for group, rollout in _rows(groups):
             old = rollout.completion
             if not old.token_ids:  # it failed, and has nothing to be drawn again
@@ -247,26 +245,28 @@ class _Player:
                     step, "sample", f"{_name(group, rollout)}, length", len(old.token_ids), len(new.token_ids)
                 )
             for i, (was, now) in enumerate(zip(old.logprobs, new.logprobs, strict=True)):
+                if was is None or now is None:  # given by the environment
+                    continue
                 if not self._same(was, now):
                     return Divergence(step, "log-probability", f"{_name(group, rollout)}, token {i}", was, now)
         return None
 
     def _judged(self, step: int, groups: Sequence[Group]) -> list[Group]:
         """The groups with verdicts given anew; a failure (no value) is kept as recorded, since it cannot be derived."""
-        if self.parts.verify is None:
+        if self.sampling is None:
             return list(groups)
-        prompts = [g.prompt for g, r in _rows(groups) if r.completion.finish_reason != "error"]
-        done = [r.completion for _, r in _rows(groups) if r.completion.finish_reason != "error"]
-        verdicts = iter(self.parts.verify(prompts, done, step))
-        judged = []
-        for group in groups:
-            rollouts = []
-            for r in group.rollouts:
-                verdict: Verdict = r.verdict if r.completion.finish_reason == "error" else next(verdicts)
-                keep = self.compare and r.verdict.value is None
-                rollouts.append(r if keep else Rollout(r.completion, verdict))
-            judged.append(Group(group.prompt, tuple(rollouts)))
-        return judged
+        prompts = [group.prompt for group in groups]
+        completions = [rollout.completion for _, rollout in _rows(groups)]
+        verdicts = judge_completions(partial(self.sampling.judge, step=step), prompts, completions).verdicts
+        kept = [
+            rollout.verdict if rollout.completion.finish_reason == "error" or self._keeps(rollout) else verdict
+            for (_, rollout), verdict in zip(_rows(groups), verdicts, strict=True)
+        ]
+        return group_rollouts(prompts, completions, kept)
+
+    def _keeps(self, rollout: Rollout) -> bool:
+        """Whether a recorded verdict stays as it is: a failure to judge (no value) cannot be derived again."""
+        return self.compare and rollout.verdict.value is None
 
     def _verified(self, step: int, groups: Sequence[Group], judged: Sequence[Group]) -> Divergence | None:
         for (group, was), (_, now) in zip(_rows(groups), _rows(judged), strict=True):
@@ -292,7 +292,7 @@ class _Player:
         for hop, was, now in pairs:
             if was != now:
                 return Divergence(step, hop, None, was, now)
-        return next((found for found in self.parts.ranks.gather(self._checkpoint(step)) if found), None)
+        return next((found for found in self.again.ranks.gather(self._checkpoint(step)) if found), None)
 
     def _log_probabilities(
         self, step: int, batch: Batch, result: UpdateResult, row: dict[str, Any]
@@ -335,7 +335,7 @@ class _Player:
             _, saved, _ = self.run.load_checkpoint(step)
         except RunError as error:
             return Divergence(step, "checkpoint", str(error), "whole", "damaged")
-        for group, tensors in self.parts.optimizer.tensors().items():
+        for group, tensors in self.learner.optimizer.tensors().items():
             for name, tensor in tensors.items():
                 own = local(tensor).cpu()
                 was = saved.get(group, {}).get(name)
@@ -351,13 +351,13 @@ class _Player:
             self.tolerance is not None
             or last != max(self.metrics)
             or not folder.is_dir()
-            or self.parts.config.lora.rank
+            or self.again.config.lora.rank
         ):
             return None
         saved = models.load_model(
-            str(folder), self.parts.config.model.dtype, self.parts.config.model.device
+            str(folder), self.again.config.model.dtype, self.again.config.model.device
         ).state_dict()
-        for name, tensor in self.parts.policy.causal.state_dict().items():
+        for name, tensor in self.learner.policy.causal.state_dict().items():
             if name in saved and not torch.equal(saved[name], tensor):
                 return Divergence(last, "update", f"model/ {name}", hash_tensor(saved[name]), hash_tensor(tensor))
         assert hash_tensors(saved), "a saved model has weights"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyllm.post.batch import Batch, padded, split_microbatches
-from tinyllm.records import Group
+from tinyllm.records import Group, Revision
 
 
 def sft_loss(logp: Tensor, mask: Tensor | None = None, denominator: float | None = None) -> Tensor:
@@ -50,7 +50,7 @@ class SFTObjective:
     def __init__(self, config: Any) -> None:
         self.budget = config.train.tokens_per_microbatch
 
-    def batch(self, groups: Sequence[Group]) -> Batch:
+    def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
         """All rows, in order; the denominator is the number of their tokens."""
         rollouts = tuple(r for g in groups for r in g.rollouts)
         prompts = tuple(g.prompt.token_ids for g in groups for _ in g.rollouts)

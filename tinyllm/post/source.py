@@ -1,6 +1,6 @@
-"""Where the loop's groups come from: sampled and verified now, or read back from the record.
+"""Where the loop's steps come from: sampled and judged now, or read back from the record.
 
-A source yields (step, groups) and takes the new weights' revision back; that is all the loop knows of it.
+A source yields `Step`s and takes the new weights' revision back (the seam `Source`); that is all the loop knows of it.
 """
 
 from __future__ import annotations
@@ -8,35 +8,20 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from tinyllm.config.sections import GRPOConfig, TrainConfig
 from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.errors import TrainingStopped
 from tinyllm.post.batch import BatchRules, has_signal
-from tinyllm.post.grpo import collect_groups
-from tinyllm.records import Completion, Group, Prompt, Revision, SamplingParams, Verdict
-from tinyllm.rewards.functions import Logged
-
-
-class Source(Protocol):
-    """Groups, step after step, and the edge back."""
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Where the last step's time went."""
-        ...
-
-    @property
-    def logged(self) -> Logged:
-        """What reward functions logged for the last step; extras have one value per rollout."""
-        ...
-
-    def __iter__(self) -> Iterator[tuple[int, list[Group]]]: ...
-
-    def publish(self, revision: Revision) -> None: ...
+from tinyllm.post.grpo import check_completions, group_rollouts, judge_completions
+from tinyllm.record.rundir import RunDir
+from tinyllm.records import Completion, Group, Logged, Prompt, Revision, SamplingParams, Step
+from tinyllm.seams import Engine, Judge, Source
 
 
 class PromptOrder:
@@ -47,8 +32,6 @@ class PromptOrder:
         self.prompts, self.seed = prompts, seed
         self.position = position
         """The first that is not taken."""
-        self.trained = position
-        """How many prompts were handed to training: all there is to save."""
         self._ahead: set[int] = set()
         """Taken positions beyond the first that is not."""
         self._order: dict[int, list[int]] = {}
@@ -94,30 +77,6 @@ class PromptOrder:
         return self._order[epoch]
 
 
-class Logbook:
-    """What reward functions log over the calls of one step: columns of all its groups, means of its numbers."""
-
-    def __init__(self) -> None:
-        self.logged = Logged()
-        self._kept = 0
-        self._numbers: dict[str, list[float]] = {}
-
-    def add(self, logged: Logged, judged: Sequence[Completion], groups: Sequence[Group]) -> None:
-        """Adds what one call logged for these groups; a rollout that was not judged has None."""
-        rows = {(c.prompt_id, c.draw, c.sample): row for row, c in enumerate(judged)}
-        places = [rows.get((c.prompt_id, c.draw, c.sample)) for c in (r.completion for g in groups for r in g.rollouts)]
-        for name in {**self.logged.extras, **logged.extras}:
-            values = logged.extras.get(name, [None] * len(judged))
-            earlier = self.logged.extras.get(name, [None] * self._kept)
-            self.logged.extras[name] = earlier + [None if place is None else values[place] for place in places]
-        self._kept += len(places)
-        for name, number in logged.metrics.items():
-            if not math.isfinite(number):  # not measured: it must neither erase the mean nor reach JSON
-                continue
-            self._numbers.setdefault(name, []).append(number)
-            self.logged.metrics[name] = sum(self._numbers[name]) / len(self._numbers[name])
-
-
 def missing_groups(groups: Sequence[Group], rules: BatchRules, train: TrainConfig) -> int:
     """How many further groups a step with dynamic sampling needs."""
     return max(0, train.prompts_per_step - sum(has_signal(g, rules) for g in groups))
@@ -134,95 +93,165 @@ def require_signal(step: int, groups: Sequence[Group], rules: BatchRules, train:
 
 
 class InlineSource:
-    """Samples with the policy as it is when the step begins, verifies, and hands the groups on.
+    """Samples with the policy as it is when the step begins, judges, and hands the step on.
 
     With dynamic sampling, groups without signal are replaced by those of further prompts, at most train.max_refills
     times; every group drawn is handed on and recorded, and make_batch keeps those with signal. On several ranks each
-    samples and verifies its share of the prompts, and hands on the groups of all.
+    samples and judges its share of the prompts, and hands on the groups of all.
     """
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         order: PromptOrder,
         params: SamplingParams,
-        verify: Callable[..., list[Verdict]],
+        judge: Judge,
         config: GRPOConfig,
         *,
         first_step: int = 1,
         on_phase: Callable[[str], None] = lambda phase: None,
         ranks: Ranks = SOLO,
     ) -> None:
-        self.engine, self.order, self.params, self.verify = engine, order, params, verify
+        self.engine, self.order, self.params, self.judge = engine, order, params, judge
         self.ranks = ranks
         self.train, self.rules = config.train, BatchRules.of(config)
         self.first_step, self.on_phase = first_step, on_phase
-        self.seconds: dict[str, float] = {}
-        self._book = Logbook()
-
-    @property
-    def logged(self) -> Logged:
-        return self._book.logged
 
     def publish(self, revision: Revision) -> None:
         self.engine.publish(revision)
 
-    def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
-        for step in range(self.first_step, self.train.steps + 1):
-            groups = self._groups(step)
-            self.order.trained += len(groups)
-            yield step, groups
+    def __iter__(self) -> Iterator[Step]:
+        for number in range(self.first_step, self.train.steps + 1):
+            yield self._step(number)
 
-    def _groups(self, step: int) -> list[Group]:
-        self.seconds = {"sample_s": 0.0, "verify_s": 0.0}
-        self._book = Logbook()
+    def _step(self, number: int) -> Step:
+        timing = Timing(self.on_phase)
         draws: dict[str, int] = {}
-        groups = self._collect(step, self.order.take(self.train.prompts_per_step, draws))
-        if not self.rules.dynamic_sampling:
-            return groups
-        for _ in range(self.train.max_refills):
-            missing = missing_groups(groups, self.rules, self.train)
-            if not missing:
-                return groups
-            groups += self._collect(step, self.order.take(missing, draws))
-        require_signal(step, groups, self.rules, self.train)
-        return groups
+        drawn = [self._collect(number, self.order.take(self.train.prompts_per_step, draws), timing)]
+        if self.rules.dynamic_sampling:
+            for _ in range(self.train.max_refills):
+                missing = missing_groups([g for part in drawn for g in part.groups], self.rules, self.train)
+                if not missing:
+                    break
+                drawn.append(self._collect(number, self.order.take(missing, draws), timing))
+        groups = tuple(group for part in drawn for group in part.groups)
+        if self.rules.dynamic_sampling:
+            require_signal(number, groups, self.rules, self.train)
+        return Step(number, groups, joined_logs(drawn), timing.seconds, prompts=len(groups))
 
-    def _collect(self, step: int, prompts: list[Prompt]) -> list[Group]:
-        judged: list[Completion] = []
+    def _collect(self, number: int, prompts: Sequence[Prompt], timing: Timing) -> JudgedGroups:
+        """The groups of these prompts; on several ranks each does its share, and has the results of all."""
+        if self.ranks.count > 1:
+            return _shared(self.ranks, prompts, lambda share: self._collect_own(number, share, timing))
+        return self._collect_own(number, prompts, timing)
 
-        def verify(prompts: list[Prompt], completions: list[Completion]) -> list[Verdict]:
-            begin = time.perf_counter()
-            self.on_phase("verifying")
-            judged.extend(completions)
-            try:
-                return self.verify(prompts, completions, step)
-            finally:
-                self.seconds["verify_s"] += time.perf_counter() - begin
-
-        begin, before = time.perf_counter(), self.seconds["verify_s"]
-        self.on_phase("sampling")
-        params = replace(self.params, step=step)
-        groups = self.ranks.share(prompts, lambda share: collect_groups(self.engine, share, params, verify))
-        self.seconds["sample_s"] += time.perf_counter() - begin - (self.seconds["verify_s"] - before)
-        logged: Logged = getattr(self.verify, "logged", Logged()) if judged else Logged()
-        completions, logged = _joined(self.ranks.gather((judged, logged)))
-        self._book.add(logged, completions, groups)
-        return groups
+    def _collect_own(self, number: int, prompts: Sequence[Prompt], timing: Timing) -> JudgedGroups:
+        params = replace(self.params, step=number)
+        with timing("sample_s", "sampling"):
+            completions = check_completions(self.engine.sample(prompts, params), prompts, params)
+        with timing("verify_s", "verifying"):
+            return judge_groups(self.judge, prompts, completions, number)
 
 
-def _joined(parts: Sequence[tuple[list[Completion], Logged]]) -> tuple[list[Completion], Logged]:
-    """What the ranks judged and logged, one after the other: the columns joined, a number the mean of theirs."""
-    if len(parts) == 1:
-        return parts[0]
-    completions = [c for judged, _ in parts for c in judged]
-    extras = {
-        name: [x for judged, own in parts for x in own.extras.get(name, [None] * len(judged))]
-        for name in dict.fromkeys(name for _, own in parts for name in own.extras)
+@dataclass(frozen=True)
+class JudgedGroups:
+    """Groups that were judged together, and what reward functions logged: columns in the order of the rollouts."""
+
+    groups: tuple[Group, ...]
+    logged: Logged
+
+
+def judge_groups(judge: Judge, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int) -> JudgedGroups:
+    """Judge what check_completions returned for these prompts, in one call."""
+    judged = judge_completions(partial(judge, step=step), prompts, completions)
+    return JudgedGroups(tuple(group_rollouts(prompts, completions, judged.verdicts)), judged.logged)
+
+
+def _shared(
+    ranks: Ranks, prompts: Sequence[Prompt], collect: Callable[[Sequence[Prompt]], JudgedGroups]
+) -> JudgedGroups:
+    """What `collect` makes of all prompts, of which each rank does its share; a number is the mean of the ranks'."""
+    metrics: Mapping[str, float] = {}
+
+    def work(share: Sequence[Prompt]) -> list[tuple[Group, dict[str, list[Any]]]]:
+        nonlocal metrics
+        part = collect(share)
+        metrics, found, start = part.logged.metrics, [], 0
+        for group in part.groups:
+            end = start + len(group.rollouts)
+            found.append((group, {name: list(x[start:end]) for name, x in part.logged.extras.items()}))
+            start = end
+        return found
+
+    each = ranks.share(prompts, work)
+    parts = [JudgedGroups((group,), Logged(extras=columns)) for group, columns in each]
+    return JudgedGroups(
+        tuple(group for group, _ in each), Logged(_means(ranks.gather(metrics)), _joined_columns(parts))
+    )
+
+
+def joined_logs(parts: Sequence[JudgedGroups]) -> Logged:
+    """What was logged over the calls of one step: columns of all its groups, means of its numbers."""
+    return Logged(_means([part.logged.metrics for part in parts]), _joined_columns(parts))
+
+
+def _joined_columns(parts: Sequence[JudgedGroups]) -> dict[str, list[Any]]:
+    """The columns one after the other; a part that lacks a column has None there."""
+    names = dict.fromkeys(name for part in parts for name in part.logged.extras)
+    counts = [sum(len(group.rollouts) for group in part.groups) for part in parts]
+    return {
+        name: [
+            x for part, count in zip(parts, counts, strict=True) for x in part.logged.extras.get(name, [None] * count)
+        ]
+        for name in names
     }
+
+
+def _means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each number over the parts that have it. One that is not finite was not measured, and is left out."""
     numbers: dict[str, list[float]] = {}
-    for _, own in parts:
-        for name, number in own.metrics.items():
+    for part in parts:
+        for name, number in part.items():
             if math.isfinite(number):
                 numbers.setdefault(name, []).append(number)
-    return completions, Logged({name: sum(x) / len(x) for name, x in numbers.items()}, extras)
+    return {name: sum(values) / len(values) for name, values in numbers.items()}
+
+
+class Timing:
+    """Wall-clock seconds by part: `with timing("sample_s", "sampling"):` adds to a part and announces the phase."""
+
+    def __init__(self, on_phase: Callable[[str], None] = lambda phase: None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._on_phase = on_phase
+        self._begin = time.perf_counter()
+
+    def elapsed_s(self) -> float:
+        """Since this record of times was begun."""
+        return time.perf_counter() - self._begin
+
+    @contextmanager
+    def __call__(self, name: str, phase: str | None = None) -> Iterator[None]:
+        if phase is not None:
+            self._on_phase(phase)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class RecordedSource:
+    """The steps that the record has, read back; then those of another source."""
+
+    run: RunDir
+    recorded: Sequence[int]
+    further: Source
+
+    def publish(self, revision: Revision) -> None:
+        self.further.publish(revision)
+
+    def __iter__(self) -> Iterator[Step]:
+        for number in self.recorded:
+            yield self.run.read_step(number)
+        yield from self.further

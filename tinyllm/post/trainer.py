@@ -1,10 +1,10 @@
 """The training loop, and what it logs.
 
-    for step, groups in source:          sample and verify, or read back from the record
-        run.record(step, groups)         on disk before it is trained on
-        batch = make_batch(groups)       advantages, micro-batches
-        update(batch)                    objective, step
-        source.publish(revision)         the edge back
+    for step in source:                    sampled and judged, or read back from the record
+        run.record(step)                   on disk before it is trained on
+        batch = objective.batch(...)       advantages, micro-batches
+        update = updater(batch, lr)        objective, backward, optimizer step
+        source.publish(revision)           the edge back
         run.log(metrics)
 
 Everything with a user's eye on it (evaluation, display, trackers) is handed in.
@@ -15,8 +15,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.callbacks import Callback, Interrupted
@@ -26,11 +26,12 @@ from tinyllm.errors import TinyLLMError, TrainingStopped
 from tinyllm.post.batch import Batch
 from tinyllm.post.objectives import Objective, mean
 from tinyllm.post.optimizer import Optimizer, learning_rate
-from tinyllm.post.source import Source
+from tinyllm.post.source import Timing
 from tinyllm.post.update import Updater, UpdateResult
 from tinyllm.record.hashing import hash_json
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Group, Revision
+from tinyllm.records import Group, Revision, Step
+from tinyllm.seams import Source
 from tinyllm.stats import held_out_score, score_kind
 
 Evaluate = Callable[[int, Sequence[Group]], dict[str, Any] | None]
@@ -43,7 +44,7 @@ class Progress:
 
     step: int = 0
     position: int = 0
-    """Prompts taken from the order."""
+    """Prompts of the order that were trained on."""
     non_finite: int = 0
     """Steps in a row whose loss or gradient was not finite."""
     unscored: int = 0
@@ -69,57 +70,62 @@ class Trainer:
     keep_best: Callable[[int], None]
     callbacks: Sequence[Callback] = ()
     progress: Progress = field(default_factory=Progress)
-    recorded: frozenset[int] = frozenset()
-    """Steps whose rollouts are on disk already (a resumed run trains them from the record)."""
-    position: Callable[[], int] = lambda: 0
-    """Prompts the source has taken so far."""
     stop_requested: Callable[[], bool] = lambda: False
     ranks: Ranks = SOLO
 
     def loop(self, source: Source) -> None:
         """Trains until the source ends. Raises Interrupted or TrainingStopped with everything saved."""
-        config, objective = self.config, self.updater.objective
-        clock = time.perf_counter()
-        for step, groups in source:
-            timing = {"step": step, **source.seconds}
-            begin = time.perf_counter()
-            if step not in self.recorded:
-                self.run.record(step, groups, extra=source.logged.extras, logged=source.logged.metrics)
-            timing["record_s"] = time.perf_counter() - begin
-            begin = time.perf_counter()
-            self._tell("on_phase", "training")
-            batch = replace(objective.batch(groups), revision=self.revision)
-            lr = learning_rate(config.optimizer, step, config.train.steps)
-            result = self.updater(batch, lr)
-            self._require_finite_weights(step)
-            timing["update_s"] = time.perf_counter() - begin
-            begin = time.perf_counter()
-            self.revision = Revision(step, self.weights_hash())
-            source.publish(self.revision)
-            timing["publish_s"] = time.perf_counter() - begin
-            self.progress.step, self.progress.position = step, self.position()
-            metrics = step_metrics(objective, step, groups, batch, result, self.revision, lr, source.logged.metrics)
-            if self.ranks.count > 1:  # sums over another number of ranks have other last bits
-                metrics["ranks"] = self.ranks.count
-            self.run.write_derived(step, *derived_columns(batch, result))
-            self.run.log(metrics)
-            timing |= {"step_s": time.perf_counter() - clock, "sampled_tokens": sampled_tokens(groups)}
-            timing |= {"peak_memory_bytes": peak_memory_bytes(), "time": time.time()}
-            self.run.log_timing(timing)
-            for callback in self.callbacks:
-                callback.on_step(metrics, timing, groups)
-            self._count_bad_steps(result, groups)
-            stop = self._evaluate(step, groups)
-            interrupted = self.stop_requested()
-            last = step == config.train.steps or stop or interrupted
-            if last or step % config.run.checkpoint_every == 0:
-                self._tell("on_phase", "saving")
-                self.save()
-            if interrupted and step < config.train.steps:
-                raise Interrupted(self.run.path, step, config.kind)
-            if stop:
+        objective = self.updater.objective
+        timing = Timing(self._on_phase)
+        for step in source:
+            with timing("record_s"):
+                self.run.record(step)
+            with timing("update_s", "training"):
+                batch = objective.batch(step.groups, self.revision)
+                lr = learning_rate(self.config.optimizer, step.number, self.config.train.steps)
+                update = self.updater(batch, lr)
+                self._require_finite_weights(step.number)
+            with timing("publish_s"):
+                self.revision = Revision(step.number, self.weights_hash())
+                source.publish(self.revision)
+            self._log(step, batch, update, lr, timing)
+            self._check(step, update)
+            if self._finish(step):
                 return
-            clock = time.perf_counter()
+            timing = Timing(self._on_phase)
+
+    def _log(self, step: Step, batch: Batch, update: UpdateResult, lr: float, timing: Timing) -> None:
+        """The step's line in metrics.jsonl, what is derived per token, its times; then everyone who watches."""
+        self.progress.step, self.progress.position = step.number, self.progress.position + step.prompts
+        metrics = step_metrics(self.updater.objective, step, batch, update, self.revision, lr)
+        if self.ranks.count > 1:  # sums over another number of ranks have other last bits
+            metrics["ranks"] = self.ranks.count
+        self.run.write_derived(step.number, *derived_columns(batch, update))
+        self.run.log(metrics)
+        times = {
+            "step": step.number,
+            **step.seconds,
+            **timing.seconds,
+            "step_s": timing.elapsed_s(),
+            "sampled_tokens": sampled_tokens(step.groups),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "time": time.time(),
+        }
+        self.run.log_timing(times)
+        for callback in self.callbacks:
+            callback.on_step(metrics, times, step.groups)
+
+    def _finish(self, step: Step) -> bool:
+        """Evaluates and saves when it is time; True when early stopping ends the run. Raises Interrupted."""
+        stop = self._evaluate(step)
+        interrupted = self.stop_requested()
+        last = step.number == self.config.train.steps or stop or interrupted
+        if last or step.number % self.config.run.checkpoint_every == 0:
+            self._on_phase("saving")
+            self.save()
+        if interrupted and step.number < self.config.train.steps:
+            raise Interrupted(self.run.path, step.number, self.config.kind)
+        return stop
 
     def _require_finite_weights(self, step: int) -> None:
         """A step that ruined the weights is not saved: the checkpoints keep those before it."""
@@ -143,17 +149,17 @@ class Trainer:
         """The line of step 0, before any training."""
         self._log_eval(0, ())
 
-    def _count_bad_steps(self, result: UpdateResult, groups: Sequence[Group]) -> None:
+    def _check(self, step: Step, update: UpdateResult) -> None:
         progress, bound = self.progress, self.config.train.max_bad_steps
-        progress.non_finite = progress.non_finite + 1 if result.non_finite else 0
+        progress.non_finite = progress.non_finite + 1 if update.non_finite else 0
         if progress.non_finite >= bound:
             self.save()
             raise TrainingStopped(
                 f"{progress.non_finite} steps in a row had a non-finite loss or gradient, last in "
-                f"{result.non_finite}; the weights are those before them. "
+                f"{update.non_finite}; the weights are those before them. "
                 f"Lower optimizer.lr or check what was trained on, in {self.run.path}"
             )
-        verdicts = [r.verdict for g in groups for r in g.rollouts]
+        verdicts = [r.verdict for g in step.groups for r in g.rollouts]
         progress.unscored = 0 if any(v.value is not None for v in verdicts) else progress.unscored + 1
         if progress.unscored >= bound:
             self.save()
@@ -163,26 +169,30 @@ class Trainer:
                 f"is in {self.run.path}"
             )
 
-    def _evaluate(self, step: int, groups: Sequence[Group]) -> bool:
+    def _evaluate(self, step: Step) -> bool:
         """Evaluates when it is time; True when early stopping says so."""
-        every, last = self.config.eval.every, step == self.config.train.steps
-        if not (last or (every and step % every == 0)):
+        every, last = self.config.eval.every, step.number == self.config.train.steps
+        if not (last or (every and step.number % every == 0)):
             return False
-        score = self._log_eval(step, groups)
+        score = self._log_eval(step.number, step.groups)
         if score is None:
             return False
         progress = self.progress
         if progress.best is None or score > progress.best:
-            progress.best, progress.best_step, progress.evals_without_best = score, step, 0
+            progress.best, progress.best_step, progress.evals_without_best = score, step.number, 0
             if not last:
-                self.keep_best(step)
+                self.keep_best(step.number)
         else:
             progress.evals_without_best += 1
+        return self.stopped_early()
+
+    def stopped_early(self) -> bool:
+        """Whether as many evaluations in a row were no better as train.early_stop_evals allows."""
         patience = self.config.train.early_stop_evals
-        return bool(patience) and progress.evals_without_best >= patience
+        return bool(patience) and self.progress.evals_without_best >= patience
 
     def _log_eval(self, step: int, groups: Sequence[Group]) -> float | None:
-        self._tell("on_phase", "evaluating")
+        self._on_phase("evaluating")
         row = self.evaluate(step, groups)
         if row is None:
             return None
@@ -194,52 +204,45 @@ class Trainer:
             return None
         return -score[0] if score_kind(row) == "loss" else score[0]
 
-    def _tell(self, name: str, *arguments: Any) -> None:
+    def _on_phase(self, phase: str) -> None:
         for callback in self.callbacks:
-            getattr(callback, name)(*arguments)
+            callback.on_phase(phase)
 
 
 def step_metrics(
-    objective: Objective,
-    step: int,
-    groups: Sequence[Group],
-    batch: Batch,
-    result: UpdateResult,
-    revision: Revision,
-    lr: float,
-    logged: Mapping[str, float],
+    objective: Objective, step: Step, batch: Batch, update: UpdateResult, revision: Revision, lr: float
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl; see callbacks.py for the keys. Means over nothing are None, never NaN."""
-    rollouts = [r for g in groups for r in g.rollouts]
+    """One line of metrics.jsonl. Means over nothing are None, never NaN."""
+    rollouts = [r for g in step.groups for r in g.rollouts]
     done = [r.completion for r in rollouts if r.completion.finish_reason != "error"]
     return {
-        "step": step,
+        "step": step.number,
         "revision": str(revision),
-        "loss": result.loss,
-        **objective.metrics(groups, batch, result.stats, logged),
-        "entropy": result.entropy,
-        "completion_length": mean([len(c.token_ids) for c in done]),
-        "grad_norm": result.grad_norm,
+        "loss": update.loss,
+        **objective.metrics(step.groups, batch, update.stats, step.logged.metrics),
+        "entropy": update.entropy,
+        "completion_length": mean([sum(c.sampled) for c in done]),
+        "grad_norm": update.grad_norm,
         "lr": lr,
-        "tokens": int(result.stats.tokens),
-        "updates": result.updates,
-        "non_finite": result.non_finite,
+        "tokens": int(update.stats.tokens),
+        "updates": update.updates,
+        "non_finite": update.non_finite,
         "denominator": batch.denominator,
         "microbatches": [list(rows) for rows in batch.microbatches],
         "hashes": {
-            "verdicts": hash_verdicts(groups),
-            **result.hashes,
+            "verdicts": hash_verdicts(step.groups),
+            **update.hashes,
             "weights": revision.hash,
         },
     }
 
 
 def derived_columns(
-    batch: Batch, result: UpdateResult
+    batch: Batch, update: UpdateResult
 ) -> tuple[list[tuple[str, int]], list[float], dict[int, list[float]]]:
     """What RunDir.write_derived keeps of a trained batch: (group, sample), advantage and log-probabilities by row."""
     names = [(g.id, r.completion.sample) for g in batch.groups for r in g.rollouts]
-    return names, batch.advantages.tolist(), {row: x.tolist() for row, x in result.logprobs.items()}
+    return names, batch.advantages.tolist(), {row: x.tolist() for row, x in update.logprobs.items()}
 
 
 def hash_verdicts(groups: Sequence[Group]) -> str:
@@ -249,7 +252,8 @@ def hash_verdicts(groups: Sequence[Group]) -> str:
 
 
 def sampled_tokens(groups: Sequence[Group]) -> int:
-    return sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+    """Tokens that were sampled for these groups."""
+    return sum(sum(r.completion.sampled) for g in groups for r in g.rollouts)
 
 
 def peak_memory_bytes() -> int:

@@ -159,7 +159,7 @@ def _compare_metrics(step: int, kind: str, a: Mapping[str, Any], b: Mapping[str,
 
 def _rows(run: RunDir, step: int) -> list[tuple[Group, Rollout]]:
     """Every rollout of a step with its group, whatever the checksums say: a changed row is what we look for."""
-    groups = (group for file in run.read_rollouts(step) for group in file.groups)
+    groups = run.read_rollouts(step).groups
     return [(group, rollout) for group in groups for rollout in group.rollouts]
 
 

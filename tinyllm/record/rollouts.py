@@ -21,7 +21,7 @@ import xxhash
 
 from tinyllm.errors import RewardError, RunError
 from tinyllm.record.hashing import hash_bytes, hash_json
-from tinyllm.records import Completion, Group, Prompt, Revision, RevisionSpan, Rollout, Verdict
+from tinyllm.records import Completion, Group, Logged, Prompt, Revision, RevisionSpan, Rollout, Step, Verdict
 
 SPANS = pa.list_(
     pa.struct([("policy_step", pa.int64()), ("policy_hash", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
@@ -29,7 +29,7 @@ SPANS = pa.list_(
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
-        ("attempt", pa.int32()),  # 0, or which refill of the step (dynamic sampling) drew the row
+        ("attempt", pa.int32()),  # always 0
         ("group_id", pa.string()),  # prompt_id#draw
         ("prompt_id", pa.string()),
         ("draw", pa.int32()),
@@ -63,14 +63,9 @@ class Recorded:
     """One file of rollouts."""
 
     step: int
-    attempt: int
-    complete: bool
-    """Whether this is the last file of its step."""
     groups: list[Group]
-    extra: list[Mapping[str, Any]]
-    """One mapping per rollout, in order."""
-    logged: Mapping[str, float]
-    """What reward functions logged for all of them, by "function/name"."""
+    logged: Logged
+    """What reward functions logged; extras have one value per rollout."""
     changed: list[str]
     """Rows that are not what was written, as "row 3 (group 17#0, sample 2)"; empty when all is well."""
 
@@ -81,38 +76,30 @@ def check_extra_names(names: Iterable[str]) -> None:
         raise RewardError(f"log_extra column {taken[0]!r}: the name is taken by the run's record; choose another")
 
 
-def write_table(
-    step: int,
-    attempt: int,
-    groups: Sequence[Group],
-    extra: Mapping[str, Sequence[Any]] | None = None,
-    logged: Mapping[str, float] | None = None,
-    *,
-    complete: bool = True,
-) -> memoryview:
-    """A Parquet file with one row per rollout, in the order given, as bytes.
+def write_table(step: Step) -> memoryview:
+    """A step as a Parquet file, as bytes: one row per rollout, in the order of its groups.
 
-    extra: column name -> one JSON value per rollout; logged: numbers of them all. Raises RewardError for a name of
-    ours or a wrong count.
+    Raises RewardError for a logged column that has a name of ours or another number of values than rollouts.
     """
-    extra = extra or {}
-    check_extra_names(extra)
-    count = sum(len(group.rollouts) for group in groups)
-    for name, values in extra.items():
+    extras = step.logged.extras
+    check_extra_names(extras)
+    count = sum(len(group.rollouts) for group in step.groups)
+    for name, values in extras.items():
         if len(values) != count:
             raise RewardError(f"log_extra column {name!r} has {len(values)} values for {count} completions")
     rows: list[dict[str, Any]] = []
-    for group in groups:
+    for group in step.groups:
         assert group.rollouts, f"group {group.id} has no rollouts"
-        shared = _prompt_columns(group.prompt) | {"step": step, "attempt": attempt, "group_id": group.id}
+        shared = _prompt_columns(group.prompt) | {"step": step.number, "attempt": 0, "group_id": group.id}
         for rollout in group.rollouts:
-            beside = {name: values[len(rows)] for name, values in extra.items()}
+            beside = {name: values[len(rows)] for name, values in extras.items()}
             assert (rollout.completion.prompt_id, rollout.completion.draw) == (group.prompt.id, group.prompt.draw)
             row = shared | _rollout_columns(rollout) | {"extra": _json(beside, "log_extra") if beside else None}
             rows.append(row | {"row_hash": _row_hash(row)})
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    facts = {"step": step, "attempt": attempt, "complete": complete, "rows": _rows_hash(rows)}
-    facts["logged"] = dict(logged or {})
+    # attempt and complete are of a format that had several files a step; a step is one file
+    facts: dict[str, Any] = {"step": step.number, "attempt": 0, "complete": True, "rows": _rows_hash(rows)}
+    facts["logged"] = dict(step.logged.metrics)
     table = table.replace_schema_metadata({"tinyllm": json.dumps(facts)})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
@@ -158,7 +145,8 @@ def read_table(path: str | Path) -> Recorded:
     ]
     if not changed and _rows_hash(rows) != facts["rows"]:
         changed = ["rows were added, left out or put in another order"]
-    return Recorded(facts["step"], facts["attempt"], facts["complete"], groups, extra, facts["logged"], changed)
+    columns = {name: [row.get(name) for row in extra] for name in dict.fromkeys(name for row in extra for name in row)}
+    return Recorded(facts["step"], groups, Logged(facts["logged"], columns), changed)
 
 
 def _prompt_columns(prompt: Prompt) -> dict[str, Any]:

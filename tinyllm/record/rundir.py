@@ -2,7 +2,7 @@
 
     manifest.json             configuration, versions, machine, content hashes
     config.toml               the resolved configuration, to read or to start from
-    rollouts/000001.parquet   what step 1 sampled and how it was judged (000001-2.parquet: its second refill)
+    rollouts/000001.parquet   what step 1 sampled and how it was judged
     metrics.jsonl             one line per step and per evaluation; the same in every identical run
     timing.jsonl              seconds, memory, wall clock; different in every run
     ledger.jsonl              with a pool: how each group went; different in every run
@@ -41,7 +41,7 @@ from tinyllm.record.files import (
     write_json,
 )
 from tinyllm.record.manifest import compare_manifests
-from tinyllm.records import Group
+from tinyllm.records import Group, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,27 +157,18 @@ class RunDir:
 
     # Rollouts
 
-    def record(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        attempt: int = 0,
-        *,
-        complete: bool = True,
-        extra: Mapping[str, Sequence[Any]] | None = None,
-        logged: Mapping[str, float] | None = None,
-    ) -> None:
-        """Write a step's rollouts, durably, before they are trained on.
+    def record(self, step: Step) -> None:
+        """Write a step's rollouts, and what reward functions logged, durably, before they are trained on.
 
-        attempt counts the refills of a step; complete says that no further one follows. extra, logged: what reward
-        functions logged, column -> one value per rollout, and name -> number. Raises RunError, and RewardError for a
-        column named like one of ours.
+        A step that the record holds already is left as it is. Raises RunError, and RewardError for a logged column
+        named like one of ours.
         """
         from tinyllm.record.rollouts import write_table
 
+        if step.recorded:
+            return
         self._writable()
-        table = write_table(step, attempt, groups, extra, logged, complete=complete)
-        write_atomic(self.rollout_path(step, attempt), table)
+        write_atomic(self.rollout_path(step.number), write_table(step))
 
     def write_derived(
         self, step: int, rows: Sequence[tuple[str, int]], advantages: Sequence[float], logprobs: Mapping[int, Any]
@@ -191,30 +182,32 @@ class RunDir:
         write_atomic(path, derived_table(step, rows, advantages, logprobs), durable=False)
 
     def read_groups(self, step: int) -> list[Group]:
-        """The groups of a step as they were recorded, refills after one another. Raises RunError."""
-        return [group for file in self.read_recorded(step) for group in file.groups]
+        """The groups of a step as they were recorded. Raises RunError."""
+        return list(self.read_step(step).groups)
 
-    def read_recorded(self, step: int) -> list[Recorded]:
-        """The files of a step, none of them changed. Raises RunError."""
-        files = self.read_rollouts(step)
-        for file in files:
-            if file.changed:
-                path = self.rollout_path(step, file.attempt)
-                raise RunError(f"{path}: changed since it was recorded: {file.changed[0]}")
-        return files
+    def read_step(self, step: int) -> Step:
+        """A step as it was recorded, none of its rows changed. Raises RunError."""
+        file = self.read_rollouts(step)
+        if file.changed:
+            raise RunError(f"{self.rollout_path(step)}: changed since it was recorded: {file.changed[0]}")
+        groups = tuple(file.groups)
+        return Step(step, groups, file.logged, prompts=len(groups), recorded=True)
 
-    def read_rollouts(self, step: int) -> list[Recorded]:
-        """The files of a step, whatever their checksums say; each lists the rows that were changed. Raises RunError."""
+    def read_rollouts(self, step: int) -> Recorded:
+        """The file of a step, whatever its checksums say; it lists the rows that were changed. Raises RunError."""
         from tinyllm.record.rollouts import read_table
 
-        attempts = self._attempts().get(step, [])
-        if not attempts:
-            raise RunError(f"{self.rollout_path(step)}: missing")
-        return [read_table(self.rollout_path(step, attempt)) for attempt in attempts]
+        path = self.rollout_path(step)
+        if not path.exists():
+            raise RunError(f"{path}: missing")
+        return read_table(path)
 
     def steps(self) -> list[int]:
-        """Steps that have rollouts, in order; the last may be incomplete."""
-        return sorted(self._attempts())
+        """Steps that have rollouts, in order. Raises RunError where the folder of rollouts is missing."""
+        folder = self.path / "rollouts"
+        if not folder.is_dir():
+            raise RunError(f"{folder}: missing; restore it from a copy of the run")
+        return sorted(int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(r"(\d+)\.parquet", name)))
 
     def require_logged(self, step: int) -> None:
         """Raise RunError when metrics.jsonl lacks a line that a checkpoint of `step` says was written."""
@@ -226,67 +219,49 @@ class RunDir:
             )
 
     def take_recorded(self, after: int) -> list[int]:
-        """The complete recorded steps that follow `after` without a gap, to be trained from the record.
+        """The recorded steps that follow `after` without a gap, to be trained from the record.
 
-        Whatever lies beyond them (an incomplete step, a damaged file and all after it) moves to superseded/.
+        Whatever lies beyond them (a damaged file and all after it) moves to superseded/.
         """
         self._writable()
         good: list[int] = []
         step = after + 1
-        while step in self._attempts() and self._is_complete(step):
+        recorded = set(self.steps())
+        while step in recorded and self._is_whole(step):
             good.append(step)
             step += 1
         for later in [s for s in self.steps() if s >= step]:
             self._supersede(later)
         return good
 
-    def rollout_path(self, step: int, attempt: int = 0) -> Path:
-        """The Parquet file of a step (of one of its refills)."""
-        return self.path / "rollouts" / (f"{step:06d}-{attempt}.parquet" if attempt else f"{step:06d}.parquet")
+    def rollout_path(self, step: int) -> Path:
+        """The Parquet file of a step."""
+        return self.path / "rollouts" / f"{step:06d}.parquet"
 
     def derived_path(self, step: int) -> Path:
         """The Parquet file of what training computed in a step."""
         return self.path / "derived" / f"{step:06d}.parquet"
 
-    def _attempts(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        folder = self.path / "rollouts"
-        if not folder.is_dir():
-            raise RunError(f"{folder}: missing; restore it from a copy of the run")
-        for name in os.listdir(folder):
-            if match := re.fullmatch(r"(\d+)(?:-(\d+))?\.parquet", name):
-                found.setdefault(int(match[1]), []).append(int(match[2] or 0))
-        return {step: sorted(attempts) for step, attempts in found.items()}
-
-    def _is_complete(self, step: int) -> bool:
+    def _is_whole(self, step: int) -> bool:
         try:
-            files = self.read_rollouts(step)
+            file = self.read_rollouts(step)
         except RunError as error:
             log.warning("%s; step %d is sampled again", error, step)
             return False
-        for number, file in enumerate(files):
-            if file.changed:
-                log.warning(
-                    "%s: changed: %s; step %d is sampled again",
-                    self.rollout_path(step, file.attempt),
-                    file.changed[0],
-                    step,
-                )
-                return False
-            if file.attempt != number:
-                return False
-        return files[-1].complete
+        if file.changed:
+            changed, path = file.changed[0], self.rollout_path(step)
+            log.warning("%s: changed: %s; step %d is sampled again", path, changed, step)
+        return not file.changed
 
     def _supersede(self, step: int) -> None:
         aside = self.path / "superseded"
         with write_errors(aside):
             aside.mkdir(exist_ok=True)
-            for attempt in reversed(self._attempts()[step]):
-                source = self.rollout_path(step, attempt)
-                number = 1
-                while (target := aside / f"{source.stem}.{number}.parquet").exists():
-                    number += 1
-                os.rename(source, target)
+            source = self.rollout_path(step)
+            number = 1
+            while (target := aside / f"{source.stem}.{number}.parquet").exists():
+                number += 1
+            os.rename(source, target)
             sync_folder(aside)
             sync_folder(self.path / "rollouts")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import RewardError
-from tinyllm.records import Completion, Prompt, Verdict
+from tinyllm.records import Completion, Judged, Logged, Prompt, Verdict
 from tinyllm.rewards import functions
 from tinyllm.rewards.base import Verifier, build, is_family, verify
 from tinyllm.rewards.pool import START_S, VerifierPool, VerifyTask
@@ -126,7 +126,16 @@ class Verify:
         self.logged = functions.Logged()
         """What reward functions logged in the last call: metrics by "function/name", extras by column."""
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int = 0) -> list[Verdict]:
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int = 0) -> Judged:
+        verdicts = self._all(prompts, completions, step)
+        places = [i for i, c in enumerate(completions) if c.finish_reason != "error"]
+        extras = {}
+        for name, column in self.logged.extras.items():
+            values = dict(zip(places, column, strict=True))
+            extras[name] = [values.get(i) for i in range(len(completions))]
+        return Judged(tuple(verdicts), Logged(dict(self.logged.metrics), extras))
+
+    def _all(self, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int = 0) -> list[Verdict]:
         self.logged = functions.Logged()
         by_key = {(prompt.id, prompt.draw): prompt for prompt in prompts}
         pairs = [(by_key[completion.prompt_id, completion.draw], completion) for completion in completions]
@@ -313,6 +322,9 @@ def make_verify(reward: RewardConfig, data: Any, tokenizer: Any = None) -> Verif
         verify_all.close()
         raise
     return verify_all
+
+
+make_judge = make_verify
 
 
 def self_test(

@@ -44,6 +44,7 @@ class ServedEngine:
         params: SamplingParams,
         score: Score,
         folder: Path | None = None,
+        max_lag: int = 0,
         ranks: Ranks = SOLO,
     ) -> None:
         self.policy, self.ranks = policy, ranks
@@ -81,7 +82,7 @@ class ServedEngine:
             raise EngineError(f"{kinds[0]} takes new weights as LoRA adapters; set lora.rank (for example to 16)")
         return way()
 
-    def staff(self, groups: int, max_lag: int) -> WorkerGroup:
+    def workers(self, groups: int, max_lag: int) -> WorkerGroup:
         """The servers as the engines of a pool, at most so many groups at a time. Raises EngineError."""
         kind = self.client.servers.all[0].facts.server
         if max_lag and kind == "sglang":
