@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyllm.engine.attention import PackedPaths
-from tinyllm.engine.packing import Packed, Trie, pack
+from tinyllm.engine.attention import PackedPlan
+from tinyllm.engine.packing import Packed, pack
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import normalize, scale_logits
+from tinyllm.engine.trie import Trie
 
 HEAD_ROWS = 256
 
@@ -61,8 +62,8 @@ def pack_targets(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], devic
 
 def score(policy: Policy, targets: Targets, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability (differentiable) and entropy (not) of every predicted token: [P] fp32 each."""
-    paths = PackedPaths(targets.packed)
-    hidden = policy.hidden(targets.packed.input_ids, targets.packed.position_ids, paths)
+    plan = PackedPlan(targets.packed)
+    hidden = policy.hidden(targets.packed.input_ids, targets.packed.position_ids, plan)
     head = policy.head
     return _Head.apply(hidden[targets.rows], head.weight, head.bias, policy, targets.row, targets.token, temperature)
 

@@ -21,7 +21,7 @@ from tinyllm.callbacks import Callback
 from tinyllm.config.io import overlay
 from tinyllm.config.sections import Config, EngineConfig, GRPOConfig, PoolConfig
 from tinyllm.distributed.fsdp import like, local
-from tinyllm.engine.engine import Engine
+from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.resample import Versions, resample
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.model import models
@@ -232,13 +232,13 @@ class _Player:
 
     def _sampled(self, step: int, groups: Sequence[Group]) -> Divergence | None:
         assert isinstance(self.parts, GRPOParts)
-        assert isinstance(self.parts.engine, Engine)
+        assert isinstance(self.parts.engine, EmbeddedEngine)
         again = resample(self.parts.engine, self.versions, groups, replace(self.parts.params, step=step))
         for group, rollout in _rows(groups):
             old = rollout.completion
-            if not old.token_ids:  # it failed, and has nothing to be drawn again
+            new = again.get((group.id, old.sample))
+            if new is None:  # it failed, or the environment gave some of its tokens
                 continue
-            new = again[group.id, old.sample]
             for i, pair in enumerate(zip(old.token_ids, new.token_ids, strict=False)):
                 if pair[0] != pair[1]:
                     return Divergence(step, "sample", f"{_name(group, rollout)}, token {i}", *pair)

@@ -15,7 +15,7 @@ from tinyllm.config.io import make_config
 from tinyllm.config.sections import Config, GRPOConfig
 from tinyllm.distributed.ranks import current_ranks, several
 from tinyllm.distributed.shared_run import shared_run
-from tinyllm.engine.engine import Engine
+from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.remote.served import ServedEngine
 from tinyllm.errors import ConfigError, DataError, RunError
 from tinyllm.model import models
@@ -121,7 +121,7 @@ class GRPOParts(Parts):
         prompts = max(len(p.token_ids) for p in (*self.data.train, *self.data.held_out))
         return prompts + self.config.sampling.max_new_tokens
 
-    engine: Engine | ServedEngine
+    engine: EmbeddedEngine | ServedEngine
 
     def use_model(self) -> None:
         config = self.config
@@ -141,10 +141,10 @@ class GRPOParts(Parts):
             self.verify = OneAtATime(self.verify)
             self.pool = Pool(config, self.engine, self.verify, self.judged, self.data, prompts, self.params)
 
-    def _embedded(self, prompts: Sequence[Prompt]) -> Engine:
+    def _embedded(self, prompts: Sequence[Prompt]) -> EmbeddedEngine:
         s = self.config.sampling
-        engine = Engine(self.policy, self.tokenizer, max_batch=s.max_batch, cache_tokens=s.cache_tokens)
-        engine.slots(prompts, self.params)
+        engine = EmbeddedEngine(self.policy, self.tokenizer, max_batch=s.max_batch, cache_tokens=s.cache_tokens)
+        engine.cache_size(prompts, self.params)
         return engine
 
     def _served(self, prompts: Sequence[Prompt]) -> ServedEngine:
