@@ -264,7 +264,7 @@ class _PackedAttention(torch.autograd.Function):
             d_q.to(q.dtype),
             d_k.view(k.shape).to(k.dtype),
             d_v.view(v.shape).to(v.dtype),
-            None if sink is None else d_sink.to(sink.dtype),
+            None if sink is None or d_sink is None else d_sink.to(sink.dtype),
             *(None,) * 4,
         )
 

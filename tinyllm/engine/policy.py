@@ -44,7 +44,8 @@ class Policy:
 
     @property
     def head(self) -> nn.Linear:
-        return self.causal.get_output_embeddings()
+        head: nn.Linear = self.causal.get_output_embeddings()
+        return head
 
     @property
     def head_weight(self) -> Tensor:

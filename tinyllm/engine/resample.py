@@ -23,14 +23,14 @@ Pattern = tuple[tuple[int, int], ...]
 
 
 class Versions:
-    """The trained weights of the last revisions."""
+    """Copies of the trained weights at the last `count` revisions."""
 
     def __init__(self, parameters: Mapping[str, Tensor], count: int) -> None:
         self.parameters, self.count = parameters, count
         self.kept: dict[int, dict[str, Tensor]] = {}
 
     def keep(self, step: int) -> None:
-        """The weights now are those after this step."""
+        """Copies the weights as they are now, which are those after this step."""
         self.kept[step] = {name: p.detach().clone() for name, p in self.parameters.items()}
         for old in sorted(self.kept)[: -self.count]:
             del self.kept[old]
@@ -87,7 +87,7 @@ def _draw(
     params: SamplingParams,
     drawn: dict[tuple[str, int], Completion],
 ) -> None:
-    """Samples of one pattern, in step with each other: all have as many tokens, until they end."""
+    """Draws samples of one pattern together: at every step all unfinished ones have equally many tokens."""
     versions.load(pattern[0][0])
     scheduler = make_scheduler(engine.policy, engine.tokenizer, max_batch=len(samples), revision=engine.revision)
     of_group: dict[str, tuple[Prompt, list[int]]] = {}
