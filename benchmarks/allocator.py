@@ -17,7 +17,7 @@ import time
 
 from common import Spread, command, finish, parser, start, table
 
-from tinyllm.engine.engine import Engine
+from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.head import pack_targets, score
 from tinyllm.engine.policy import Policy
 from tinyllm.model import models
@@ -54,7 +54,7 @@ def child(kept: bool) -> None:
         keep_freed_memory()
     policy = Policy(models.load_model("smollm2-135m-instruct", "float32", "cpu"))
     tokenizer = models.load_tokenizer("smollm2-135m-instruct")
-    engine = Engine(policy, tokenizer)
+    engine = EmbeddedEngine(policy, tokenizer)
     prompts = []
     for number in range(16):
         text = f"What is {number} + 7?"

@@ -28,8 +28,8 @@ from common import Deadline, Spread, against, command, finish, parser, start, ta
 from serve import Jobs, make_tiny, run_engine, run_server, serving
 from vllm_server import ServerError, serve
 
+from tinyllm.engine.build import make_scheduler
 from tinyllm.engine.policy import Policy
-from tinyllm.engine.scheduler import Scheduler
 from tinyllm.errors import ConfigError, EngineError
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory
@@ -173,7 +173,7 @@ def _work(connection: Any, side: str, model: str, dtype: str, batch: int, thread
 
 def _ours(model: str, dtype: str, batch: int) -> Side:
     policy = Policy(models.load_model(model, dtype, "cpu").requires_grad_(False))
-    return partial(run_engine, Scheduler(policy, models.load_tokenizer(model), max_batch=batch))
+    return partial(run_engine, make_scheduler(policy, models.load_tokenizer(model), max_batch=batch))
 
 
 def _run_served(port: int, pid: int, bodies: Callable[..., list[Any]], jobs: Jobs) -> tuple[list[list[int]], float]:

@@ -215,7 +215,7 @@ def train_trl(config: GRPOConfig, batch: int, limit_s: float) -> None:
     from trl_side import TRLSetup, TRLSide
 
     from tinyllm import rewards, tasks
-    from tinyllm.engine.engine import Engine
+    from tinyllm.engine.engine import EmbeddedEngine
     from tinyllm.engine.policy import Policy
     from tinyllm.model import models
     from tinyllm.model.memory import native_bf16
@@ -236,7 +236,7 @@ def train_trl(config: GRPOConfig, batch: int, limit_s: float) -> None:
     greedy = SamplingParams(max_new_tokens=config.sampling.max_new_tokens, temperature=0.0, stop_token_ids=stop)
     held_out = data.held_out[: config.eval.prompts or None]
     evaluate = evaluator(
-        Engine(policy, tokenizer, max_batch=config.sampling.max_batch), held_out, greedy, judge, lambda: None
+        EmbeddedEngine(policy, tokenizer, max_batch=config.sampling.max_batch), held_out, greedy, judge, lambda: None
     )
 
     def reward(prompts: Any, completions: Any, completion_ids: Any, id: Any, **_: Any) -> list[float]:

@@ -33,9 +33,10 @@ import transformers_server
 from common import Deadline, Spread, against, command, finish, parser, start, table
 from vllm_server import free_port
 
+from tinyllm.engine.build import make_scheduler
 from tinyllm.engine.policy import Policy
-from tinyllm.engine.sampling import seed_key
 from tinyllm.engine.scheduler import Sampled, SampleRequest, Scheduler
+from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import ConfigError, EngineError
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory
@@ -97,7 +98,7 @@ def main() -> None:
         keep_freed_memory()
         with ExitStack() as stack:
             port, pid = stack.enter_context(serving(name, arguments))
-            engine = partial(run_engine, Scheduler(policy, tokenizer, max_batch=arguments.batch))
+            engine = partial(run_engine, make_scheduler(policy, tokenizer, max_batch=arguments.batch))
             sides: dict[str, Any] = {
                 ENGINE: lambda jobs: Served(*engine(jobs), 0.0, [], []),
                 WHOLE: lambda jobs: run_server(port, jobs, False, arguments.streams),

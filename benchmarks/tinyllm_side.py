@@ -1,8 +1,8 @@
 """One training step of tinyllm, as a run does it, that a benchmark can call again and again.
 
-Engine, collect_groups, make_batch, Updater, Optimizer, hashes, record and metrics are the run's own, driven by the
-run's own loop; only prompts, verifier and stop tokens are the benchmark's. A step is timed from sampling to the last
-line written.
+EmbeddedEngine, collect_groups, make_batch, Updater, Optimizer, hashes, record and metrics are the run's own, driven by
+the run's own loop; only prompts, verifier and stop tokens are the benchmark's. A step is timed from sampling to the
+last line written.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from common import PartTimer
 
+import tinyllm.engine.exact_runner
 import tinyllm.engine.head
-import tinyllm.engine.scheduler
 import tinyllm.post.trainer
 import tinyllm.post.update
 from tinyllm.callbacks import Callback
 from tinyllm.config.io import to_dict
 from tinyllm.config.sections import GRPOConfig
-from tinyllm.engine.engine import Engine
+from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.policy import Policy
+from tinyllm.engine.scheduler import Scheduler
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory
 from tinyllm.post.optimizer import Optimizer
@@ -72,7 +73,7 @@ class Side(Callback):
         self.policy = Policy(model)
         self.policy.check()
         s, train = config.sampling, config.train
-        self.engine = Engine(self.policy, tokenizer, max_batch=s.max_batch, cache_tokens=s.cache_tokens)
+        self.engine = EmbeddedEngine(self.policy, tokenizer, max_batch=s.max_batch, cache_tokens=s.cache_tokens)
         params = SamplingParams(
             max_new_tokens=s.max_new_tokens,
             n=s.group_size,
@@ -127,12 +128,11 @@ class Side(Callback):
 
     def timed(self, timer: PartTimer) -> AbstractContextManager[None]:
         """While it is entered, `timer` collects seconds by part of PARTS."""
-        scheduler = tinyllm.engine.scheduler
         places: list[Place] = [
-            (scheduler.Scheduler, "_admit", "prefill", ()),
-            (scheduler.Scheduler, "_decode", "decode", ()),
+            (Scheduler, "_admit", "prefill", ()),
+            (Scheduler, "_decode", "decode", ()),
             (Policy, "logits", "head, sampling", ("prefill", "decode")),
-            (scheduler, "draw", "draw", ("prefill", "decode")),
+            (tinyllm.engine.exact_runner, "draw", "draw", ("prefill", "decode")),
             (Updater, "_backward", "objective", ()),
             (self.updater, "forward", "forward", ("objective",)),
             (torch.Tensor, "backward", "backward", ("objective",)),

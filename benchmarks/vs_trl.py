@@ -39,7 +39,7 @@ from tinyllm.config.sections import (
     SamplingConfig,
     TrainConfig,
 )
-from tinyllm.engine.packing import Trie
+from tinyllm.engine.trie import Trie
 from tinyllm.errors import ConfigError
 from tinyllm.model import models
 from tinyllm.model.memory import skeleton

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tinyllm.engine.sampling import uniform
+from tinyllm.engine.seeds import uniform
 
 VOCABULARY = 44
 STOP = 0

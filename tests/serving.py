@@ -17,9 +17,10 @@ import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from tinyllm.engine.build import make_scheduler
 from tinyllm.engine.policy import Policy
-from tinyllm.engine.sampling import seed_key
-from tinyllm.engine.scheduler import Sampled, SampleRequest, Scheduler
+from tinyllm.engine.scheduler import Sampled, SampleRequest
+from tinyllm.engine.seeds import seed_key
 from tinyllm.model.models import content_hash
 from tinyllm.records import Revision, SamplingParams
 from tinyllm.serve.app import Service, Settings
@@ -147,7 +148,7 @@ def serving(made: Any = None, **settings: Any) -> Iterator[Served]:
 
 def sample_alone(made: Any, ids: Any, params: SamplingParams, keys: Any) -> list[Sampled]:
     """What the scheduler gives a job that runs alone in it."""
-    scheduler = Scheduler(Policy(made.requires_grad_(False)), tokenizer(), max_batch=8)
+    scheduler = make_scheduler(Policy(made.requires_grad_(False)), tokenizer(), max_batch=8)
     done: list[Sampled] = []
     scheduler.submit(SampleRequest("only", tuple(ids), params, tuple(keys), done.append))
     while scheduler.step():

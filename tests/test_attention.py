@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers as hf
 
-from tinyllm.engine.attention import PackedPaths, unsupported
-from tinyllm.engine.packing import Trie, pack
+from tinyllm.engine.attention import PackedPlan, unsupported
+from tinyllm.engine.packing import pack
 from tinyllm.engine.policy import Policy
+from tinyllm.engine.trie import Trie
 from tinyllm.errors import ModelError
 
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -51,7 +52,7 @@ def packed_logits(policy, sequences):
     trie = Trie()
     paths = [trie.add(s) for s in sequences]
     packed = pack(trie)
-    hidden = policy.hidden(packed.input_ids, packed.position_ids, PackedPaths(packed))
+    hidden = policy.hidden(packed.input_ids, packed.position_ids, PackedPlan(packed))
     return [policy.logits(hidden[path]) for path in paths]
 
 

@@ -9,7 +9,7 @@ import torch
 from tiny import EOS, group
 
 from tinyllm.config.io import make_config
-from tinyllm.engine.packing import Trie
+from tinyllm.engine.trie import Trie
 from tinyllm.post.batch import Batch, BatchRules, has_signal, make_batch
 
 SMALL = {"sampling": {"max_new_tokens": 10}, "optimizer": {"name": "sgd"}}

@@ -16,7 +16,7 @@ from tiny import tokenizer
 from tinyllm.engine.remote.capabilities import AFTER_TEMPERATURE, RAW
 from tinyllm.engine.remote.client import HTTPRolloutClient, parse_label
 from tinyllm.engine.remote.http import RetryPolicy
-from tinyllm.engine.sampling import seed_key
+from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import EngineError
 from tinyllm.post.grpo import collect_groups
 from tinyllm.records import Revision, SamplingParams, Verdict

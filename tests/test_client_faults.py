@@ -11,7 +11,7 @@ from clients import PARAMS, connect, one, prompts
 from scripted import Reply, scripted
 
 from tinyllm.engine.remote.http import RetryPolicy
-from tinyllm.engine.sampling import seed_key
+from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import EngineError
 from tinyllm.records import SamplingParams
 

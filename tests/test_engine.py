@@ -7,11 +7,12 @@ import torch
 import transformers as hf
 from scipy import stats as scipy_stats
 
-from tinyllm.engine.engine import Engine
+from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.head import pack_targets, score
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.probe import probe
-from tinyllm.engine.sampling import draw, normalize, restrict, seed_key, uniform
+from tinyllm.engine.sampling import draw, normalize, restrict
+from tinyllm.engine.seeds import seed_key, uniform
 from tinyllm.errors import EngineError
 from tinyllm.records import Prompt, Revision, SamplingParams
 
@@ -48,7 +49,7 @@ def make_prompts(count, lengths=(5, 63, 64, 65, 130, 12)):
 
 
 def engine(policy=None, **options):
-    return Engine(policy or make_policy(), Letters(), **options)
+    return EmbeddedEngine(policy or make_policy(), Letters(), **options)
 
 
 def params(**options):
@@ -184,9 +185,9 @@ def count_rows(policy):
     rows = []
     original = policy.hidden
 
-    def hidden(ids, positions, paths):
+    def hidden(ids, positions, plan):
         rows.append(ids.shape[1])
-        return original(ids, positions, paths)
+        return original(ids, positions, plan)
 
     policy.hidden = hidden
     return rows

@@ -9,7 +9,7 @@ import torch
 from tiny import EOS, VOCABULARY, dense_logprobs, gpt2, group, llama, sampling, tokenizer
 
 from tinyllm.config.io import make_config
-from tinyllm.engine.engine import Engine
+from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.head import HEAD_ROWS, pack_targets, score
 from tinyllm.engine.policy import Policy
 from tinyllm.model import models
@@ -62,7 +62,7 @@ def test_every_completion_token_is_predicted_once_and_no_prompt_token():
     last_of_prompt = [targets.rows[targets.row[i]].item() for i in (0, 1)]
     assert last_of_prompt[0] == last_of_prompt[1], "both first tokens are predicted by the last token of the prompt"
     assert len(targets.rows) == 6 + 2, "the first prompt's last token predicts twice, from one row"
-    assert targets.packed.n_nodes == 3 + 5 + 2
+    assert targets.packed.input_ids.shape == (1, 12), "3 + 5 + 2 distinct prefixes, padded to a multiple of 4"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -160,7 +160,7 @@ def test_sampler_and_trainer_agree_to_the_bit(kind, temperature, new):
     policy = Policy(MODELS[kind]())
     lengths = (63, 64, 65) if kind == "gpt2" else (1, 63, 64, 65, 130)  # GPT-2 here has 128 positions
     prompts = [Prompt(f"p{n}", family(n, 1, 4, seed=n)[0][0], "") for n in lengths]
-    engine = Engine(policy, tokenizer(), max_batch=16)
+    engine = EmbeddedEngine(policy, tokenizer(), max_batch=16)
     done = engine.sample(prompts, sampling(max_new_tokens=new, n=3, temperature=temperature, stop_token_ids=(EOS, 3)))
     assert max(len(c.token_ids) for c in done) > new // 2
     by_id = {p.id: p.token_ids for p in prompts}
@@ -177,7 +177,7 @@ def test_sampler_and_trainer_agree_to_the_bit(kind, temperature, new):
 def test_sampler_and_trainer_agree_in_bf16():
     policy = Policy(llama(dtype=torch.bfloat16))
     prompts = [Prompt(f"p{n}", family(n, 1, 4, seed=n)[0][0], "") for n in (3, 64, 65)]
-    done = Engine(policy, tokenizer(), max_batch=8).sample(prompts, sampling(max_new_tokens=20, n=4))
+    done = EmbeddedEngine(policy, tokenizer(), max_batch=8).sample(prompts, sampling(max_new_tokens=20, n=4))
     by_id = {p.id: p.token_ids for p in prompts}
     scored = packed_scores(policy, [(by_id[c.prompt_id], c.token_ids) for c in done])
     assert all(torch.equal(s, torch.tensor(c.logprobs, dtype=torch.float32)) for s, c in zip(scored, done, strict=True))

@@ -1,4 +1,4 @@
-"""Continuous batching of jobs with parameters of their own: what one job draws is not the others' affair."""
+"""Continuous batching on the exact runner: what a request draws does not depend on the others, to the bit."""
 
 from dataclasses import replace
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from test_engine import Letters, count_rows, engine, make_policy, make_prompts, params
 
+from tinyllm.engine.build import make_scheduler
 from tinyllm.engine.head import pack_targets, score
-from tinyllm.engine.sampling import seed_key
-from tinyllm.engine.scheduler import SampleRequest, Scheduler
+from tinyllm.engine.scheduler import SampleRequest
+from tinyllm.engine.seeds import seed_key
 from tinyllm.records import Prompt, Revision, RevisionSpan
 
 KINDS = [
@@ -21,7 +22,7 @@ KINDS = [
 
 
 class Collected:
-    """Jobs with what became of them."""
+    """Requests with what became of them."""
 
     def __init__(self, scheduler):
         self.scheduler, self.done, self.heard = scheduler, {}, {}
@@ -48,8 +49,19 @@ class Collected:
             assert self.scheduler.running <= self.scheduler.capacity
 
 
+def blocks(run):
+    """(shared blocks of the cache, those that are free)."""
+    cache = run.scheduler.runner.cache
+    assert len(set(cache.free_shared)) == len(cache.free_shared), "no block is free twice"
+    return cache.shared.shape[2], len(cache.free_shared)
+
+
+def blocks_of(prompt):
+    return len(prompt.token_ids) // 64 + 1
+
+
 def collected(policy=None, **options):
-    return Collected(Scheduler(policy or make_policy(), Letters(), **{"max_batch": 6} | options))
+    return Collected(make_scheduler(policy or make_policy(), Letters(), **{"max_batch": 6} | options))
 
 
 def expected(policy, prompt, given, samples=2):
@@ -72,7 +84,7 @@ def alone():
 
 
 @pytest.mark.parametrize("max_batch", [1, 6, 40])
-def test_jobs_of_all_kinds_draw_together_what_each_draws_alone(alone, max_batch):
+def test_requests_of_all_kinds_draw_together_what_each_draws_alone(alone, max_batch):
     prompts, given = make_prompts(10), GIVEN
     run = collected(make_policy(), max_batch=max_batch)
     for i in range(5):
@@ -87,7 +99,7 @@ def test_jobs_of_all_kinds_draw_together_what_each_draws_alone(alone, max_batch)
         assert [plain(run.done[str(i), s]) for s in range(2)] == alone[i]
 
 
-def test_a_prompt_many_jobs_want_is_computed_once_until_the_weights_change():
+def test_a_prompt_many_requests_want_is_computed_once_until_the_weights_change():
     policy = make_policy()
     rows = count_rows(policy)
     run = collected(policy, max_batch=8)
@@ -110,16 +122,14 @@ def test_cached_prompts_give_way_to_new_ones():
     for i, prompt in enumerate(prompts * 2):
         run.submit(str(i), prompt, params(), samples=1)
     run.finish()
-    assert len(run.scheduler.prompts) == len(run.scheduler.idle) == 3
-    pool = run.scheduler.cache.pool.shape[2]
-    held = sum(len(p.full) + 1 for p in run.scheduler.idle.values())
-    assert len(set(run.scheduler.cache.free_pool)) == len(run.scheduler.cache.free_pool) == pool - held
+    there, free = blocks(run)
+    assert there - free == sum(map(blocks_of, prompts[-3:]))
     for i, prompt in enumerate(prompts):
         (alone,) = expected(policy, prompt, params(), 1)
         assert plain(run.done[str(i), 0]) == plain(run.done[str(i + 30), 0]) == alone
 
 
-def test_a_cancelled_job_frees_its_slots_and_is_heard_of_no_more():
+def test_a_cancelled_request_frees_its_slots_and_is_heard_of_no_more():
     policy, prompts = make_policy(), make_prompts(6)
     run = collected(policy, max_batch=4)
     for i in range(4):
@@ -136,8 +146,11 @@ def test_a_cancelled_job_frees_its_slots_and_is_heard_of_no_more():
     assert len(run.heard["0", 0]) == heard["0", 0] and ("3", 0) not in run.heard
     for i in (1, 2):
         assert [plain(run.done[str(i), s]) for s in range(2)] == expected(policy, prompts[i], params(max_new_tokens=30))
-    pool = run.scheduler.cache.pool.shape[2]
-    assert len(run.scheduler.cache.free_pool) == pool - sum(len(p.full) + 1 for p in run.scheduler.idle.values())
+    there, free = blocks(run)
+    assert there - free == sum(map(blocks_of, prompts[1:3])), "the cancelled one made room for the last"
+    run.scheduler.publish(Revision(1, "new"))
+    there, free = blocks(run)
+    assert there == free
 
 
 def test_spans_say_whose_weights_drew_which_tokens():
@@ -165,7 +178,7 @@ def test_spans_say_whose_weights_drew_which_tokens():
     assert across.logprobs != old[1]
 
 
-def test_the_cache_grows_to_what_jobs_need():
+def test_the_cache_grows_to_what_requests_need():
     policy = make_policy()
     run = collected(policy, max_batch=3)
     for i, (length, new) in enumerate([(5, 4), (200, 3), (70, 150), (6, 190), (64, 64), (128, 2)]):
@@ -207,12 +220,15 @@ def test_blocks_of_prompts_are_free_again_after_an_update():
         run.submit(str(i), prompt, params(max_new_tokens=3 * i + 2), samples=1)
     for _ in range(8):
         run.scheduler.step()
-    assert run.scheduler.idle and run.scheduler.branches
+    held = {name for name, _ in run.heard} - {name for name, _ in run.done}
+    assert run.done and held
     run.scheduler.publish(Revision(1, "b"))
+    there, free = blocks(run)
+    assert there - free == sum(blocks_of(prompts[int(name)]) for name in held)
     run.finish()
     run.scheduler.publish(Revision(2, "c"))
-    pool = run.scheduler.cache.pool.shape[2]
-    assert sorted(run.scheduler.cache.free_pool) == list(range(pool)) and not run.scheduler.prompts
+    there, free = blocks(run)
+    assert there == free
 
 
 def test_a_cached_prompt_that_enters_keeps_its_blocks_though_others_need_room():
@@ -221,7 +237,7 @@ def test_a_cached_prompt_that_enters_keeps_its_blocks_though_others_need_room():
     first, second = (Prompt(str(i), tuple((i + j * j) % 61 for j in range(130)), "") for i in (1, 2))
     run.submit("before", first, params(max_new_tokens=2), samples=1)
     run.finish()
-    assert run.scheduler.idle and not run.scheduler.cache.free_pool
+    assert blocks(run) == (3, 0)
     run.submit("again", first, params(max_new_tokens=9), samples=1)
     run.submit("other", second, params(max_new_tokens=9), samples=1)
     run.finish()

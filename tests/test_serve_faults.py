@@ -65,7 +65,7 @@ def test_a_prompt_that_finds_no_memory_fails_and_is_not_tried_for_ever(monkeypat
 
     with serving.serving() as server:
         with monkeypatch.context() as patch:
-            patch.setattr("tinyllm.engine.kv_cache.KVCache.grow_pool", no_memory)
+            patch.setattr("tinyllm.engine.kv_cache.KVCache.grow_shared", no_memory)
             status, answer = server.ask("POST", "/v1/completions", {"prompt": "ab"})
         assert status == 500 and "can't allocate memory" in answer["error"]["message"]
         assert server.complete(prompt="ab")["choices"]

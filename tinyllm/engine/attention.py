@@ -1,7 +1,8 @@
 """Attention whose numbers do not depend on what else is in the batch.
 
-Registered with transformers under the name "tinyllm"; the forward pass brings an object with a method `attend` as the
-keyword `paths`: PackedPaths here (training and prefill) or DecodePaths of kv_cache.py. Both use the same arithmetic:
+Registered with transformers under the name "tinyllm". A forward pass brings an attention plan, which says who attends
+to what, as the keyword `attention_plan`: PackedPlan here (training and prefill) or DecodePlan of kv_cache.py. Both use
+the same arithmetic:
 
     s = scaling q k^T in fp32 (softcap, masked to -inf);  m = max s;  p = exp(s - m)
     out = (sum over blocks of 64 keys, in order, of p_block V_block) / (the same sum of p_block)
@@ -9,12 +10,14 @@ keyword `paths`: PackedPaths here (training and prefill) or DecodePaths of kv_ca
 Each product has a row count that is a multiple of 4 and an inner dimension that never varies, and masked keys add exact
 zeros, so a query gets the same bits alone or among others, in decode or in training, before or after padding.
 
-Legend: N nodes, H query heads, K key heads, R = H / K, D head dimension, E spans, Q queries, L keys (multiple of 64).
+Legend: N trie nodes, H query heads, K key heads, R = H / K, D head dimension, E spans, Q queries, L keys (a multiple of
+64).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +35,27 @@ _REFUSED_FIELDS = {
     "position_buckets": "bucketed relative positions",
     "relative_attention_num_buckets": "bucketed relative positions",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """How a layer turns the products q k^T into scores."""
+
+    scaling: float
+    window: int | None = None
+    """Keys that a query sees, itself included; None: all before it."""
+    softcap: float | None = None
+    """Scores s become softcap tanh(s / softcap)."""
+    sink: Tensor | None = None
+    """[H] scores without a value (gpt-oss), which take part in the sum only."""
+
+
+class AttentionPlan(Protocol):
+    """Who attends to what in one forward pass."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        """q [N, H, D], k and v [N, K, D] of the row that the model computes -> [N, H, D] fp32."""
+        ...
 
 
 def attach(model: PreTrainedModel) -> None:
@@ -64,7 +88,7 @@ def unsupported(model: PreTrainedModel) -> str | None:
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
+    """transformers' hook that makes masks: the plan has them."""
 
 
 def _forward(
@@ -78,60 +102,54 @@ def _forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    paths: PackedPaths | Any = None,
+    attention_plan: AttentionPlan | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention call. query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
-    assert paths is not None, "a model with tinyllm's attention is called with paths="
-    assert attention_mask is None, "masks come from paths, not from transformers"
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    assert attention_plan is not None, "a model with tinyllm's attention is called with attention_plan="
+    assert attention_mask is None, "masks come from the attention plan, not from transformers"
+    rule = ScoreRule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = paths.attend(module.layer_idx, q, k, v, scaling, sliding_window, softcap, s_aux)
+    out = attention_plan.attend(module.layer_idx, q, k, v, rule)
     return out[None].to(query.dtype), None
 
 
-class PackedPaths:
-    """Attention of a packed row (training, prefill). With `keep`, the keys and values of each layer stay in `kept`."""
+class PackedPlan:
+    """Attention of a packed row (training, prefill): each trie node sees the nodes before it on its path.
+
+    With `keep`, the keys and values of every layer stay in `kept`: layer -> (k, v), [N, K, D] each.
+    """
 
     def __init__(self, packed: Packed, keep: bool = False) -> None:
-        self.packed = packed
-        self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep else None
-        self._hidden: dict[tuple[int, int | None], Tensor] = {}
+        self.packed, self.keep = packed, keep
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sink: Tensor | None,
-    ) -> Tensor:
-        """q [N, H, D], k and v [N, K, D] -> [N, H, D]."""
-        if self.kept is not None:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        """See AttentionPlan."""
+        if self.keep:
             self.kept[layer] = (k, v)
-        hidden = []
+        masks = []
         for i, bucket in enumerate(self.packed.buckets):
-            if (i, window) not in self._hidden:
-                self._hidden[i, window] = bucket.hidden(window)
-            hidden.append(self._hidden[i, window])
-        return _PackedAttention.apply(q, k, v, sink, self.packed.buckets, hidden, scaling, softcap)
+            if (i, rule.window) not in self._masks:
+                self._masks[i, rule.window] = bucket.masked(rule.window)
+            masks.append(self._masks[i, rule.window])
+        out: Tensor = _PackedAttention.apply(q, k, v, rule.sink, self.packed.buckets, masks, rule.scaling, rule.softcap)
+        return out
 
 
-def scores(q: Tensor, k: Tensor, hidden: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """fp32 scores. q [E*K, R*Q, D], k [E*K, L, D], hidden [E, 1, 1, Q, L] -> [E*K, R*Q, L], -inf where hidden."""
-    return finish_scores(torch.bmm(q.float(), k.float().transpose(1, 2)), hidden, scaling, softcap)
+def scores(q: Tensor, k: Tensor, masked: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """fp32 scores. q [E*K, R*Q, D], k [E*K, L, D], masked [E, 1, 1, Q, L] -> [E*K, R*Q, L], -inf where masked."""
+    return finish_scores(torch.bmm(q.float(), k.float().transpose(1, 2)), masked, scaling, softcap)
 
 
-def finish_scores(s: Tensor, hidden: Tensor, scaling: float, softcap: float | None) -> Tensor:
+def finish_scores(s: Tensor, masked: Tensor, scaling: float, softcap: float | None) -> Tensor:
     """Scales, caps and masks raw products q k^T [E*K, R*Q, L] in place."""
     s.mul_(scaling)
     if softcap is not None:
         s.div_(softcap).tanh_().mul_(softcap)
-    e, _, _, queries, keys = hidden.shape
-    s.view(e, s.shape[0] // e, -1, queries, keys).masked_fill_(hidden, -torch.inf)
+    e, _, _, queries, keys = masked.shape
+    s.view(e, s.shape[0] // e, -1, queries, keys).masked_fill_(masked, -torch.inf)
     return s
 
 
@@ -163,7 +181,7 @@ def weighted_values(p: Tensor, v: Tensor) -> Tensor:
 
 
 def _spread(x: Tensor, index: Tensor, heads: int) -> Tensor:
-    """Rows of nodes to batched matrices: x [N, heads * R, D], index [E, T] -> [E * heads, R * T, D]."""
+    """Rows of trie nodes to batched matrices: x [N, heads * R, D], index [E, T] -> [E * heads, R * T, D]."""
     e, t = index.shape
     rows = x.index_select(0, index.reshape(-1)).view(e, t, heads, -1, x.shape[-1])
     return rows.permute(0, 2, 3, 1, 4).reshape(e * heads, -1, x.shape[-1])
@@ -191,35 +209,45 @@ class _PackedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sink, buckets, hidden, scaling, softcap):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        buckets: tuple[Bucket, ...],
+        masks: list[Tensor],
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
         heads = k.shape[1]
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         stats = []
-        for bucket, hide in zip(buckets, hidden, strict=True):
-            s = scores(_spread(q, bucket.queries, heads), _spread(k, bucket.keys, heads), hide, scaling, softcap)
+        for bucket, masked in zip(buckets, masks, strict=True):
+            s = scores(_spread(q, bucket.queries, heads), _spread(k, bucket.keys, heads), masked, scaling, softcap)
             p, total, m = exponentials(s, _spread_sink(sink, bucket, heads))
             o = weighted_values(p, _spread(v, bucket.keys, heads)) / total
             out[bucket.nodes] = _gather_rows(o, *bucket.queries.shape)[bucket.rows]
             stats += [total, m]
         ctx.save_for_backward(q, k, v, sink, out, *stats)
-        ctx.plan = (buckets, hidden, scaling, softcap)
+        ctx.rest = (buckets, masks, scaling, softcap)
         return out
 
     @staticmethod
-    def backward(ctx, d_out):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, *stats = ctx.saved_tensors
-        buckets, hidden, scaling, softcap = ctx.plan
+        buckets, masks, scaling, softcap = ctx.rest
         n, heads, d = k.shape
         d_out = d_out.float()
         delta = (d_out * out).sum(-1, keepdim=True)  # [N, H, 1]
         d_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         d_k, d_v = (torch.zeros(n, heads * d, dtype=torch.float32, device=q.device) for _ in range(2))
         d_sink = None if sink is None else torch.zeros(sink.shape, dtype=torch.float32, device=q.device)
-        for i, (bucket, hide) in enumerate(zip(buckets, hidden, strict=True)):
+        for i, (bucket, masked) in enumerate(zip(buckets, masks, strict=True)):
             total, m = stats[2 * i : 2 * i + 2]
             e, t = bucket.queries.shape
             qs, ks = _spread(q, bucket.queries, heads).float(), _spread(k, bucket.keys, heads).float()
-            s = scores(qs, ks, hide, scaling, softcap)
+            s = scores(qs, ks, masked, scaling, softcap)
             p = (s - m).exp_().div_(total)
             do, dl = _padded(d_out, bucket, heads), _padded(delta, bucket, heads)
             _add_rows(d_v, torch.bmm(p.transpose(1, 2), do), bucket)
@@ -236,7 +264,7 @@ class _PackedAttention(torch.autograd.Function):
             d_q.to(q.dtype),
             d_k.view(k.shape).to(k.dtype),
             d_v.view(v.shape).to(v.dtype),
-            None if sink is None else d_sink.to(sink.dtype),
+            None if sink is None or d_sink is None else d_sink.to(sink.dtype),
             *(None,) * 4,
         )
 
@@ -250,8 +278,8 @@ def _padded(x: Tensor, bucket: Bucket, heads: int) -> Tensor:
 
 
 def _add_rows(total: Tensor, x: Tensor, bucket: Bucket) -> None:
-    """Adds key gradients x [E * K, L, D] to their nodes in total [N, K * D], in a fixed order."""
+    """Adds key gradients x [E * K, L, D] to their trie nodes in total [N, K * D], in a fixed order."""
     e, length = bucket.keys.shape
     rows = x.view(e, -1, length, x.shape[-1]).transpose(1, 2).reshape(e * length, -1)
-    # The gradient of an embedding look-up is this sum: parallel over nodes, in order within one.
+    # The gradient of an embedding look-up is this sum: parallel over trie nodes, in order within one.
     total += torch.ops.aten.embedding_dense_backward(rows, bucket.keys.reshape(-1), total.shape[0], -1, False)

@@ -1,10 +1,10 @@
 """The trainer's log-probabilities: pack rollouts, run the trunk once per distinct prefix, score tokens at the head.
 
-log p(token t | prefix) = z_t - log sum exp z, with z = logits / temperature: the numbers the sampler recorded, by the
-same operations, so on the embedded engine both are equal bit for bit.
+log p(token t | prefix) = z_t - log sum exp z, with z = logits / temperature. The sampler computes these numbers by the
+same operations, so on the embedded engine the sampler's and the trainer's are equal bit for bit.
 
 The head works on blocks of 256 rows and keeps no logits: backward computes them again, so the [rows, vocabulary] matrix
-never exists whole. Legend: R distinct prefixes that predict a token, P predicted tokens, V vocabulary, N nodes.
+never exists whole. Legend: R distinct prefixes that predict a token, P predicted tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyllm.engine.attention import PackedPaths
-from tinyllm.engine.packing import Packed, Trie, pack
+from tinyllm.engine.attention import PackedPlan
+from tinyllm.engine.packing import Packed, pack
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import normalize, scale_logits
+from tinyllm.engine.trie import Trie
 
 HEAD_ROWS = 256
 
@@ -29,8 +30,8 @@ class Targets:
     """What a packed row of sequences predicts: P tokens, sequence after sequence."""
 
     packed: Packed
-    rows: Tensor  # [R] node of each distinct predicting prefix
-    row: Tensor  # [P] which of those rows predicts
+    rows: Tensor  # [R] trie node of each distinct predicting prefix
+    row: Tensor  # [P] index into `rows` of the prefix that predicts the token
     token: Tensor  # [P] the token predicted
     lengths: tuple[int, ...]
     """Predicted tokens of each sequence."""
@@ -43,11 +44,11 @@ def pack_targets(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], devic
         assert prompt, "a completion needs at least one prompt token to be predicted from"
         trie.add([*prompt, *completion[:-1]])
     rows: dict[int, int] = {}
-    row, token = [], []
+    row: list[int] = []
+    token: list[int] = []
     for (prompt, completion), path in zip(sequences, trie.paths, strict=True):
-        for node, target in zip(
-            path[len(prompt) - 1 :], completion, strict=False
-        ):  # an empty completion predicts nothing
+        predicting = path[len(prompt) - 1 :][: len(completion)]  # an empty completion predicts nothing
+        for node, target in zip(predicting, completion, strict=True):
             row.append(rows.setdefault(node, len(rows)))
             token.append(target)
     return Targets(
@@ -61,10 +62,13 @@ def pack_targets(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], devic
 
 def score(policy: Policy, targets: Targets, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability (differentiable) and entropy (not) of every predicted token: [P] fp32 each."""
-    paths = PackedPaths(targets.packed)
-    hidden = policy.hidden(targets.packed.input_ids, targets.packed.position_ids, paths)
+    plan = PackedPlan(targets.packed)
+    hidden = policy.hidden(targets.packed.input_ids, targets.packed.position_ids, plan)
     head = policy.head
-    return _Head.apply(hidden[targets.rows], head.weight, head.bias, policy, targets.row, targets.token, temperature)
+    scored: tuple[Tensor, Tensor] = _Head.apply(
+        hidden[targets.rows], head.weight, head.bias, policy, targets.row, targets.token, temperature
+    )
+    return scored
 
 
 class _Head(torch.autograd.Function):
@@ -74,7 +78,16 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, policy, row, token, temperature):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        policy: Policy,
+        row: Tensor,
+        token: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
         logp = torch.empty(row.shape, dtype=torch.float32, device=hidden.device)
         row_entropy = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         blocks = _blocks(row, hidden.shape[0])
@@ -90,7 +103,7 @@ class _Head(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, d_logp: Tensor, _: Any):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, d_logp: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, row, token = ctx.saved_tensors
         policy, temperature, blocks = ctx.rest
         d_hidden = torch.zeros_like(hidden)
@@ -119,12 +132,16 @@ class _Head(torch.autograd.Function):
                     d_weight += d_z_low.T @ rows
             if d_bias is not None:
                 d_bias += d_z.sum(0)
-        d_weight = d_weight if d_weight is None else d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+        return (
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None else d_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
 
 
 def _blocks(row: Tensor, n_rows: int) -> list[tuple[int, int, Tensor]]:
-    """(first row, end row, predictions that belong to them) for blocks of HEAD_ROWS rows."""
+    """(first row, end row, indices of the predictions from these rows) for blocks of HEAD_ROWS rows."""
     block = row // HEAD_ROWS
     return [
         (start, min(start + HEAD_ROWS, n_rows), torch.nonzero(block == start // HEAD_ROWS)[:, 0])

@@ -1,4 +1,4 @@
-"""A causal LM cut in two: hidden states of packed nodes, and logits of the rows that are needed."""
+"""A causal LM cut in two: hidden states of a row of trie nodes, and logits of those that are needed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyllm.engine.attention import PackedPaths, attach
-from tinyllm.engine.packing import ROWS, Trie, pack, round_up
+from tinyllm.engine.attention import AttentionPlan, PackedPlan, attach
+from tinyllm.engine.packing import ROWS, pack, round_up
+from tinyllm.engine.trie import Trie
 from tinyllm.errors import ModelError
 
 _PRODUCT_ROWS = 128
@@ -43,7 +44,8 @@ class Policy:
 
     @property
     def head(self) -> nn.Linear:
-        return self.causal.get_output_embeddings()
+        head: nn.Linear = self.causal.get_output_embeddings()
+        return head
 
     @property
     def head_weight(self) -> Tensor:
@@ -53,10 +55,11 @@ class Policy:
     def vocab_size(self) -> int:
         return self.head_weight.shape[0]
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, paths: Any) -> Tensor:
-        """Last hidden states [N, hidden] of one row of nodes [1, N] attending by `paths`."""
-        out = self.trunk(input_ids=input_ids, position_ids=position_ids, paths=paths, use_cache=False)
-        return out.last_hidden_state[0]
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
+        """Last hidden states [N, hidden] of one row of trie nodes [1, N] that attend by `plan`."""
+        out = self.trunk(input_ids=input_ids, position_ids=position_ids, attention_plan=plan, use_cache=False)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [n, V] of rows [n, hidden]; rows are padded to a multiple of 4 for the product."""
@@ -97,7 +100,7 @@ class Policy:
         trie = Trie()
         trie.add(ids)
         packed = pack(trie, self.device)
-        ours = self.logits(self.hidden(packed.input_ids, packed.position_ids, PackedPaths(packed))[: len(ids)])
+        ours = self.logits(self.hidden(packed.input_ids, packed.position_ids, PackedPlan(packed))[: len(ids)])
         self.causal.set_attn_implementation("eager")
         try:
             theirs = self.causal(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()

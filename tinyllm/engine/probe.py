@@ -1,11 +1,13 @@
-"""Start-up probe: do the numeric properties hold here on which bitwise equality rests?
+"""Start-up probe: does arithmetic on this machine have the properties on which bitwise equality rests?
 
-They are properties of this processor, these libraries and this number of threads, not of tinyllm.
-Where one fails, training goes on correctly (old log-probabilities are the trainer's own, and the gap is reported), but
-a completion's last bits may depend on what else is in the batch.
+They are properties of the processor, the libraries and the number of threads, not of tinyllm. Where one fails, training
+goes on correctly (old log-probabilities are the trainer's own, and the gap is reported), but a completion's last bits
+may depend on what else is in the batch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ _REMEDY = "nothing to do for correct training; for equal bits use another CPU or
 
 
 def probe(dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, tuple[bool, str, str]]:
-    """name -> (holds, what was tried, remedy)."""
+    """name -> (whether the property holds, what was tried, remedy where it does not)."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -43,13 +45,14 @@ def _attend(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.bmm(torch.bmm(q, k.transpose(1, 2)).exp()[..., :64], k[:, :64])
 
 
-def _rows(compute, counts, dim: int = 0) -> bool:  # type: ignore[no-untyped-def]
-    """Whether the first rows come out the same whatever their number."""
+def _rows(compute: Callable[[int], torch.Tensor], counts: Sequence[int], dim: int = 0) -> bool:
+    """Whether the first rows come out the same, however many rows are computed together."""
     whole = compute(max(counts))
     return all(torch.equal(compute(n), whole.narrow(dim, 0, n)) for n in counts)
 
 
 def _trailing(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether keys of weight 0 change nothing, whatever stands there."""
     p = torch.bmm(q, k[:, :64].transpose(1, 2)).exp()
     p[..., 40:] = 0
     other = k.clone()
@@ -57,7 +60,8 @@ def _trailing(q: torch.Tensor, k: torch.Tensor) -> bool:
     return torch.equal(torch.bmm(p, k[:, :64]), torch.bmm(p, other[:, :64]))
 
 
-def _threads(compute) -> bool:  # type: ignore[no-untyped-def]
+def _threads(compute: Callable[[], torch.Tensor]) -> bool:
+    """Whether one thread and two give the same bits."""
     before = torch.get_num_threads()
     try:
         results = []

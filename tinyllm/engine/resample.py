@@ -2,6 +2,8 @@
 
 Samples whose spans are alike are drawn together: up to the first boundary with the weights of the first span, then the
 next weights are put in place under the keys and values that are there, as it was when they were sampled.
+Completions with tokens that the environment gave are left out: the record does not say with which requests the tokens
+between them were sampled.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tinyllm.engine.engine import Engine, job_of
-from tinyllm.engine.scheduler import Scheduler
+from tinyllm.engine.build import make_scheduler
+from tinyllm.engine.engine import EmbeddedEngine, sample_request
 from tinyllm.errors import RunError
 from tinyllm.records import Completion, Group, Prompt, SamplingParams
 
@@ -21,14 +23,14 @@ Pattern = tuple[tuple[int, int], ...]
 
 
 class Versions:
-    """The trained weights of the last revisions."""
+    """Copies of the trained weights at the last `count` revisions."""
 
     def __init__(self, parameters: Mapping[str, Tensor], count: int) -> None:
         self.parameters, self.count = parameters, count
         self.kept: dict[int, dict[str, Tensor]] = {}
 
     def keep(self, step: int) -> None:
-        """The weights now are those after this step."""
+        """Copies the weights as they are now, which are those after this step."""
         self.kept[step] = {name: p.detach().clone() for name, p in self.parameters.items()}
         for old in sorted(self.kept)[: -self.count]:
             del self.kept[old]
@@ -46,21 +48,22 @@ class Versions:
 
 
 def resample(
-    engine: Engine, versions: Versions, groups: Sequence[Group], params: SamplingParams
+    engine: EmbeddedEngine, versions: Versions, groups: Sequence[Group], params: SamplingParams
 ) -> dict[tuple[str, int], Completion]:
-    """Every completion of these groups that did not fail, drawn again: (group id, sample) -> completion.
+    """The completions of these groups, drawn again: (group id, sample) -> completion.
 
-    The weights are those of the newest version when it returns.
+    Left out are those that failed and those with tokens from the environment. Afterwards the model has the weights of
+    the newest version.
     """
     wanted: dict[Pattern, list[tuple[Group, int]]] = {}
     for group in groups:
         for rollout in group.rollouts:
             done = rollout.completion
-            if done.token_ids:
-                pattern = tuple((span.revision.step, span.start) for span in done.all_spans)
+            pattern = _pattern(done)
+            if pattern:
                 wanted.setdefault(pattern, []).append((group, done.sample))
     drawn: dict[tuple[str, int], Completion] = {}
-    capacity = engine.slots([group.prompt for group in groups], params)[0]
+    capacity = engine.cache_size([group.prompt for group in groups], params).slots
     for pattern, samples in wanted.items():
         for start in range(0, len(samples), capacity):
             _draw(engine, versions, pattern, samples[start : start + capacity], params, drawn)
@@ -68,17 +71,25 @@ def resample(
     return drawn
 
 
+def _pattern(done: Completion) -> Pattern | None:
+    """None for a completion without tokens or with tokens that were not sampled."""
+    revisions = [span.revision for span in done.all_spans]
+    if not done.token_ids or None in revisions:
+        return None
+    return tuple((r.step, span.start) for r, span in zip(revisions, done.all_spans, strict=True) if r is not None)
+
+
 def _draw(
-    engine: Engine,
+    engine: EmbeddedEngine,
     versions: Versions,
     pattern: Pattern,
     samples: Sequence[tuple[Group, int]],
     params: SamplingParams,
     drawn: dict[tuple[str, int], Completion],
 ) -> None:
-    """Samples of one pattern, in step with each other: all have as many tokens, until they end."""
+    """Draws samples of one pattern together: at every step all unfinished ones have equally many tokens."""
     versions.load(pattern[0][0])
-    scheduler = Scheduler(engine.policy, engine.tokenizer, max_batch=len(samples), revision=engine.revision)
+    scheduler = make_scheduler(engine.policy, engine.tokenizer, max_batch=len(samples), revision=engine.revision)
     of_group: dict[str, tuple[Prompt, list[int]]] = {}
     for group, sample in samples:
         of_group.setdefault(group.id, (group.prompt, []))[1].append(sample)
@@ -87,7 +98,7 @@ def _draw(
         def finish(completion: Completion, name: str = name) -> None:
             drawn[name, completion.sample] = completion
 
-        scheduler.submit(job_of(name, prompt, params, numbers, finish))
+        scheduler.submit(sample_request(name, prompt, params, numbers, finish))
     tokens, busy = 0, True
     for step, start in pattern[1:]:
         while busy and tokens < start:

@@ -1,14 +1,12 @@
-"""Random numbers, log-probabilities and the draw of a token.
+"""From logits to log-probabilities and to the draw of a token.
 
-A token is drawn by inverting the cumulative distribution at a uniform number that depends on (seed, step, prompt id,
-draw, sample, position) alone: what else is in the batch, and in which order, cannot change it.
+A token is drawn by inverting the cumulative distribution at a uniform number of its sample and position (seeds.py):
+what else is in the batch, and in which order, cannot change it.
 
-Legend: n rows, V vocabulary, M members (samples that share a row).
+Legend: n rows, V vocabulary, M samples that share a row.
 """
 
 from __future__ import annotations
-
-import hashlib
 
 import torch
 import torch.nn.functional as F
@@ -17,25 +15,7 @@ from torch import Tensor
 from tinyllm.errors import EngineError
 from tinyllm.records import SamplingParams
 
-_MASK = (1 << 64) - 1
 _DRAW_BLOCK = 256
-
-
-def seed_key(seed: int, step: int, prompt_id: str, draw: int, sample: int) -> int:
-    """63-bit key of one completion's random numbers."""
-    text = f"{seed}\x1f{step}\x1f{prompt_id}\x1f{draw}\x1f{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def uniform(key: int, position: int) -> float:
-    """Uniform number in [0, 1) with 53 bits: the splitmix64 output number `position` of the stream `key`.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 17.
-    """
-    z = (key + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return ((z ^ (z >> 31)) >> 11) * 2.0**-53
 
 
 def scale_logits(logits: Tensor, temperature: float) -> Tensor:
@@ -115,9 +95,9 @@ def _below(x: Tensor, bound: Tensor) -> Tensor:
     return torch.minimum(x, torch.nextafter(bound, torch.zeros_like(bound)))
 
 
-def greedy(logits: Tensor, members: int) -> tuple[Tensor, Tensor]:
-    """The most probable token (the first of equals) and its log-probability, repeated for M members: [n, M] each."""
+def greedy(logits: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """The most probable token (the first of equals) and its log-probability, repeated for M samples: [n, M] each."""
     tokens = logits.argmax(-1, keepdim=True)
     logprobs = logits.gather(-1, tokens) - normalize(logits)[0]
     _require_finite(logprobs)
-    return tokens.expand(-1, members), logprobs.expand(-1, members)
+    return tokens.expand(-1, samples), logprobs.expand(-1, samples)

@@ -21,7 +21,7 @@ import torch
 from tinyllm import rewards
 from tinyllm.config.io import overlay
 from tinyllm.config.sections import GRPOConfig, RewardConfig
-from tinyllm.engine.engine import Engine
+from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.remote.chat import ChatServer
 from tinyllm.errors import ConfigError, DataError, EngineError, RunError
 from tinyllm.evals import measure
@@ -262,12 +262,12 @@ class _Evaluation:
         return groups
 
 
-def _load_engine(subject: ModelRef, machine: MachineConfig, tokenizer: Any, room: tuple[int, int]) -> Engine:
+def _load_engine(subject: ModelRef, machine: MachineConfig, tokenizer: Any, room: tuple[int, int]) -> EmbeddedEngine:
     """The model ready to sample. room: (samples of the largest task, tokens of the longest prompt and completion)."""
     samples = min(machine.max_batch, room[0])
     cached = machine.cache_tokens or samples * room[1]
     policy, revision = load_policy(subject, machine.dtype, machine.device, samples=samples, cached=cached)
-    engine = Engine(policy, tokenizer, max_batch=machine.max_batch, cache_tokens=machine.cache_tokens)
+    engine = EmbeddedEngine(policy, tokenizer, max_batch=machine.max_batch, cache_tokens=machine.cache_tokens)
     engine.publish(revision)
     return engine
 

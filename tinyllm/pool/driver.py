@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from tinyllm.engine.sampling import seed_key
+from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import EngineError
 from tinyllm.pool.state import (
     Call,

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tinyllm.config.sections import LoraConfig, ModelConfig
-from tinyllm.engine.engine import job_of
+from tinyllm.engine.build import make_scheduler
+from tinyllm.engine.engine import CacheSize, sample_request
 from tinyllm.engine.policy import Policy
-from tinyllm.engine.scheduler import Scheduler
 from tinyllm.errors import EngineError
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory
@@ -35,9 +35,7 @@ class EngineSpec:
     lora: LoraConfig
     seed: int
     threads: int
-    max_batch: int
-    own_blocks: int
-    pool_blocks: int
+    cache: CacheSize
 
 
 class EngineWorker:
@@ -54,10 +52,13 @@ class EngineWorker:
             model = models.add_lora(model, spec.lora.rank, spec.lora.alpha, spec.lora.targets, seed=spec.seed)
         self.trained = dict(trained_parameters(model))
         self.policy = Policy(model)
-        self.scheduler = Scheduler(
-            self.policy, models.load_tokenizer(name), max_batch=spec.max_batch,
-            own_blocks=spec.own_blocks, pool_blocks=spec.pool_blocks,
-        )  # fmt: skip
+        self.scheduler = make_scheduler(
+            self.policy,
+            models.load_tokenizer(name),
+            max_batch=spec.cache.slots,
+            private_blocks=spec.cache.private_blocks,
+            shared_blocks=spec.cache.shared_blocks,
+        )
         self.done: dict[int, dict[int, Completion]] = {}
         """Completions of the groups under way, by sample."""
         self.sizes: dict[int, int] = {}
@@ -85,7 +86,7 @@ class EngineWorker:
             def finish(completion: Completion, done: dict[int, Completion] = done) -> None:
                 done[completion.sample] = completion
 
-            self.scheduler.submit(job_of(str(name), work.prompt, work.params, range(work.params.n), finish))
+            self.scheduler.submit(sample_request(str(name), work.prompt, work.params, range(work.params.n), finish))
         while True:
             busy = self.scheduler.step()
             finished = [name for name, done in self.done.items() if len(done) == self.sizes[name]]

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from tinyllm.config.sections import GRPOConfig, RewardConfig
-from tinyllm.engine.engine import Engine
+from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.remote.served import ServedEngine
 from tinyllm.errors import ConfigError
 from tinyllm.health.ledger import DROPPED_SHARE, ledger_line, selection
@@ -60,7 +60,7 @@ class Pool:
     def __init__(
         self,
         config: GRPOConfig,
-        engine: Engine | ServedEngine,
+        engine: EmbeddedEngine | ServedEngine,
         judge: Judge,
         reward: RewardConfig,
         data: TaskData,
@@ -69,7 +69,7 @@ class Pool:
         prompts = [*data.train, *data.held_out]
         self.config, self.engine = config, engine
         self.cluster: RayCluster | None = None
-        self.embedded = isinstance(engine, Engine)
+        self.embedded = isinstance(engine, EmbeddedEngine)
         self.changed = threading.Condition()
         self.done: Callable[[GroupResult], None] = lambda done: None
         self.error: BaseException | None = None
@@ -103,11 +103,11 @@ class Pool:
                 f"{self.engine.policy.device}; start servers there (tinyllm serve) and give engine.urls"
             )
         assert self.cluster is not None
-        slots, own, pool = self.engine.slots(prompts, params)
+        size = self.engine.cache_size(prompts, params)
         model = replace(config.model, device="cpu")
-        spec = EngineSpec(model, config.lora, config.seed, settings.engine_threads, slots, own, pool)
+        spec = EngineSpec(model, config.lora, config.seed, settings.engine_threads, size)
         make = partial(self.cluster.worker, partial(EngineWorker, spec))
-        capacity = -(-slots // params.n)
+        capacity = -(-size.slots // params.n)
         return WorkerGroup("engine", settings.engines, make, capacity, settings.group_deadline_s, takes_weights=True)
 
     def _verifiers(self, judge: Judge, reward: RewardConfig, data: TaskData) -> WorkerGroup:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tinyllm.config.sections import GRPOConfig
-from tinyllm.engine.packing import Trie
+from tinyllm.engine.trie import Trie
 from tinyllm.post.grpo import PRESETS, group_advantages, step_denominator
 from tinyllm.records import Group, Revision, Rollout
 

@@ -183,7 +183,7 @@ def _engine(
     if not config.engine.urls:
         s = config.sampling
         engine = EmbeddedEngine(learner.policy, tokenizer, max_batch=s.max_batch, cache_tokens=s.cache_tokens)
-        engine.slots(prompts, params)  # refuses what does not fit, before any work
+        engine.cache_size(prompts, params)  # refuses what does not fit, before any work
         return engine
     _tell(callbacks, "asking the servers")
     scorer = model_scorer(learner.policy, 1.0, config.train.tokens_per_microbatch)

@@ -234,9 +234,9 @@ class _Player:
         again = resample(self.sampling.engine, self.versions, groups, params)
         for group, rollout in _rows(groups):
             old = rollout.completion
-            if not old.token_ids:  # it failed, and has nothing to be drawn again
+            new = again.get((group.id, old.sample))
+            if new is None:  # it failed, or the environment gave some of its tokens
                 continue
-            new = again[group.id, old.sample]
             for i, pair in enumerate(zip(old.token_ids, new.token_ids, strict=False)):
                 if pair[0] != pair[1]:
                     return Divergence(step, "sample", f"{_name(group, rollout)}, token {i}", *pair)

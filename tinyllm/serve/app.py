@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import tinyllm
+from tinyllm.engine.build import make_scheduler
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.scheduler import Scheduler
 from tinyllm.errors import TinyLLMError
@@ -76,7 +77,7 @@ class Service:
         self.app = AuthMiddleware(self._routes(), self.access, self.metrics, ADMIN_PATHS)
 
     def _scheduler(self, revision: Revision) -> Scheduler:
-        return Scheduler(self.policy, self.tokenizer, max_batch=self.settings.max_batch, revision=revision)
+        return make_scheduler(self.policy, self.tokenizer, max_batch=self.settings.max_batch, revision=revision)
 
     def _routes(self) -> Starlette:
         routes = [

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinyllm.engine.sampling import seed_key
+from tinyllm.engine.seeds import seed_key
 from tinyllm.records import SamplingParams
 from tinyllm.serve import fields
 from tinyllm.serve.fields import APIError, Reader, flag, number, one_of, text, whole, wrong

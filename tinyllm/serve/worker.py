@@ -257,7 +257,8 @@ class EngineThread:
 
     def _recover(self, why: str) -> None:
         """Fails the requests that ran in a step that could not be done; those that had not begun start in a new one."""
-        concerned = [ticket for ticket in self._tickets if any(job.started for job in ticket.jobs)]
+        not_begun = self.scheduler.not_begun
+        concerned = [ticket for ticket in self._tickets if any(job.id not in not_begun for job in ticket.jobs)]
         rest = [ticket for ticket in self._tickets if ticket not in concerned]
         gone = set(map(id, concerned))
         self.outbox = [entry for entry in self.outbox if id(entry[0]) not in gone]

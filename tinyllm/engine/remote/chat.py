@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyllm.engine.remote.http import Http, RequestFailed, RetryPolicy, gather, retry, run
-from tinyllm.engine.sampling import seed_key
+from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import ModelError
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 

@@ -22,7 +22,7 @@ from tinyllm.engine.remote.capabilities import ask_capabilities, require_fit
 from tinyllm.engine.remote.dialects import CompletionRequest, CompletionResponse, InvalidResponse, require_sound
 from tinyllm.engine.remote.http import Http, RequestFailed, RetryPolicy, gather, retry, run
 from tinyllm.engine.remote.servers import Server, Servers, api_key
-from tinyllm.engine.sampling import seed_key
+from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import EngineError
 from tinyllm.records import Completion, Prompt, Revision, RevisionSpan, SamplingParams
 
