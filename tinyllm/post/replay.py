@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tinyllm.axes import PRESETS
 from tinyllm.callbacks import Callback
 from tinyllm.config.io import overlay
 from tinyllm.config.sections import Config, EngineConfig, GRPOConfig, PoolConfig
@@ -26,7 +27,6 @@ from tinyllm.engine.resample import Versions, resample
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.model import models
 from tinyllm.post.batch import Batch
-from tinyllm.post.grpo import PRESETS
 from tinyllm.post.optimizer import learning_rate
 from tinyllm.post.parts import Parts
 from tinyllm.post.run import GRPOParts, make_parts
