@@ -167,6 +167,7 @@ def test_scoring_some_positions_gives_the_bits_of_scoring_all():
     (whole,) = scorer([(prompt, IDS[0])])
     part, none = scorer([Scored(prompt, IDS[0], (0, 1, 4, 5)), Scored(prompt, IDS[3], ())])
     assert torch.equal(part, whole[[0, 1, 4, 5]]) and len(none) == 0
+    assert [Scored.of(GIVEN.prompt, r.completion).positions for r in GIVEN.rollouts] == SAMPLED
     assert pack_targets([Scored(prompt, IDS[0], (1, 4)), (prompt, IDS[1])], "cpu").lengths == (2, 2)
 
 

@@ -20,6 +20,7 @@ from tinyllm.engine.attention import PackedPaths
 from tinyllm.engine.packing import Packed, Trie, pack
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import normalize, scale_logits
+from tinyllm.records import Completion, Prompt
 
 HEAD_ROWS = 256
 
@@ -43,6 +44,12 @@ class Scored(NamedTuple):
     completion: Sequence[int]
     positions: Sequence[int] | None = None
     """Places of the scored tokens in the completion, ascending; None: all of them."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, completion: Completion) -> Scored:
+        """The sampled tokens of a completion: those that the environment gave are read and not scored."""
+        positions = tuple(t for t, sampled in enumerate(completion.sampled) if sampled)
+        return cls(prompt.token_ids, completion.token_ids, positions)
 
     @property
     def targets(self) -> Sequence[int]:
