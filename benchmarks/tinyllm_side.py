@@ -82,7 +82,7 @@ class Side(Callback):
             seed=config.seed,
         )
         reference = None
-        if config.objective.beta:
+        if config.objective.axes.beta:
             frozen = Policy(copy.deepcopy(model).requires_grad_(False))
             reference = model_scorer(frozen, s.temperature, train.tokens_per_microbatch)
         self.optimizer = Optimizer(model.named_parameters(), config.optimizer)

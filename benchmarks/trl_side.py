@@ -184,7 +184,7 @@ def _arguments(setup: TRLSetup, config: OurConfig, longest: int, folder: Path, s
         temperature=s.temperature,
         top_p=1.0,
         top_k=0,
-        beta=config.objective.beta,
+        beta=config.objective.axes.beta,
         loss_type="grpo",
         scale_rewards="group",
         epsilon=0.2,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tiny import EOS, gpt2, group, llama
 
+from tinyllm.axes import PRESETS
 from tinyllm.config.io import make_config
 from tinyllm.config.sections import DPOConfig, SFTConfig
 from tinyllm.distributed.fsdp import local, shard
@@ -23,7 +24,6 @@ from tinyllm.engine.head import pack_targets, score
 from tinyllm.engine.policy import Policy
 from tinyllm.errors import TinyLLMError
 from tinyllm.model.models import add_lora
-from tinyllm.post.grpo import PRESETS
 from tinyllm.post.optimizer import Optimizer
 from tinyllm.post.update import Updater, model_scorer
 from tinyllm.record.files import read_shards, write_shards

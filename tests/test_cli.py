@@ -177,7 +177,7 @@ def test_grpo_passes_the_configuration_and_ends_with_the_summary(trainer, tmp_pa
     out = capsys.readouterr().out.splitlines()
     assert out[:2] == ["starting", "loading the model"]
     assert out[2:5] == [
-        "smollm2-135m-instruct on arithmetic, grpo, seed 0",
+        "smollm2-135m-instruct on arithmetic, grpo with beta 0, seed 0",
         "134.5M parameters trained in float32 on cpu; 519 prompts to train on, 162 held out",
         f"run directory {tmp_path / 'run'}",
     ]

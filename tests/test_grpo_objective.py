@@ -1,14 +1,15 @@
 """Section 2 of post/grpo.py: hand-computed losses and gradients, and what must not change them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from objective import NAN, gradient, t
 
+from tinyllm.axes import PRESETS
 from tinyllm.errors import ConfigError
 from tinyllm.post.grpo import (
-    PRESETS,
     ObjectiveStats,
     clipped_objective,
     group_advantages,
@@ -365,29 +366,28 @@ def test_sampler_correction_by_hand(correction, mode, weights):
     assert stats.sampler_kl == pytest.approx(sum(w - 1 - math.log(w) for w in (1.5, 4.0, 0.5, 1.0)) / 4)
 
 
+def test_a_gap_is_measured_where_the_mask_says_and_the_loss_is_not_touched():
+    """Rows 0 and 1 differ from the sampler by ln 2 and ln 3; measured is row 1 alone, by row or by token."""
+    new = torch.zeros(2, 2)
+    sampler = torch.tensor([[math.log(2)] * 2, [math.log(3), 0.0]])
+    whole, everywhere = clipped_objective(new, new, t([1.0, -1.0]), logp_sampler=sampler, sampler_correction="token")
+    assert everywhere.gap_tokens == 4 and everywhere.gap_sum == pytest.approx(2 * math.log(2) + math.log(3))
+    for gap_mask in (torch.tensor([0, 1]), torch.tensor([[0, 0], [1, 1]])):
+        axes = {"logp_sampler": sampler, "sampler_correction": "token", "gap_mask": gap_mask}
+        loss, stats = clipped_objective(new, new, t([1.0, -1.0]), **axes)
+        assert loss == whole and (stats.gap_tokens, stats.gap_equal) == (2, 1)
+        assert stats.gap_sum == stats.gap_max == pytest.approx(math.log(3))
+        assert stats.weight_sum == pytest.approx(1 / 3 + 1) and stats.tokens == 4
+
+
 # ---- table, types, arguments
-
-
-def test_presets_name_their_paper_and_set_what_it_needs():
-    assert list(PRESETS) == ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
-    assert all("arXiv:" in p.paper and p.equation for p in PRESETS.values())
-    grpo, dr, dapo, gspo, cispo = PRESETS.values()
-    assert (grpo.beta, grpo.clip_low, grpo.clip_high, grpo.aggregate) == (0.04, 0.2, 0.2, "sequence")
-    assert (dr.scale, dr.aggregate) == ("none", "constant")
-    assert (dapo.clip_high, dapo.aggregate, dapo.beta, dapo.dynamic_sampling) == (0.28, "token", 0.0, True)
-    assert dapo.overlong_buffer > 0
-    assert (gspo.ratio, gspo.clip_low, gspo.clip_high) == ("sequence", 3e-4, 4e-4)
-    assert (cispo.clip, 1 - cispo.clip_low, 1 + cispo.clip_high) == ("cispo", 0.0, 5.0)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_runs_and_learns_in_the_right_direction(name):
-    p = PRESETS[name]
-    a = group_advantages(t([1.0, 0.0]), torch.tensor([0, 0]), baseline=p.baseline, scale=p.scale)
-    axes = {
-        k: getattr(p, k) for k in ("ratio", "clip", "clip_low", "clip_high", "dual_clip", "kl", "beta", "aggregate")
-    }
+    axes = replace(PRESETS[name].axes, constant_length=8)
+    a = group_advantages(t([1.0, 0.0]), torch.tensor([0, 0]), **axes.arguments("advantages"))
     logp, mask = Bandit().logp([[2, EOS], [0, 1, EOS]])
     ref = torch.full_like(logp, math.log(0.25)).detach()
-    dz, _, stats = Bandit().step([[2, EOS], [0, 1, EOS]], a.tolist(), logp_ref=ref, constant_length=8, **axes)
+    dz, _, stats = Bandit().step([[2, EOS], [0, 1, EOS]], a.tolist(), logp_ref=ref, **axes.arguments("loss"))
     assert dz[2] > 0 > dz[0] and dz[2] > dz[1] and stats.kl == 0 and mask.sum() == stats.tokens == 5

@@ -39,7 +39,7 @@ json_values = st.recursive(
 
 any_spans = st.builds(
     RevisionSpan,
-    st.builds(Revision, st.integers(0, 2**40), words),
+    st.none() | st.builds(Revision, st.integers(0, 2**40), words),
     st.integers(0, 2**31 - 1),
     st.integers(0, 2**31 - 1),
 )
@@ -61,7 +61,7 @@ def any_groups(draw):
                 prompt.draw,
                 sample,
                 tuple(draw(st.lists(st.integers(0, 2**31 - 1), min_size=count, max_size=count))),
-                tuple(draw(st.lists(floats, min_size=count, max_size=count))),
+                tuple(draw(st.lists(st.none() | floats, min_size=count, max_size=count))),
                 draw(st.sampled_from(["stop", "length", "error"])),
                 draw(st.integers(0, 2**64 - 1)),
                 Revision(draw(st.integers(0, 2**40)), draw(words)),
@@ -133,6 +133,23 @@ def test_spans_are_kept_and_a_record_without_them_is_as_before(run):
     table = pq.read_table(run.rollout_path(1))
     rows = table.to_pylist()
     rows[0]["spans"][1]["start"] = 2
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run.rollout_path(1))
+    with pytest.raises(RunError, match=r"row 0 \(group row-0#0, sample 0\)"):
+        run.read_groups(1)
+
+
+def test_tokens_that_the_environment_gave_are_kept_without_a_log_probability(run):
+    group = make_groups(prompts=1)[0]
+    first = group.rollouts[0].completion
+    spans = (RevisionSpan(first.revision, 0, 1), RevisionSpan(None, 1, 3), RevisionSpan(first.revision, 3, 4))
+    logprobs = (first.logprobs[0], None, None, first.logprobs[3])
+    given = replace(group.rollouts[0], completion=replace(first, spans=spans, logprobs=logprobs))
+    run.record(1, [replace(group, rollouts=(given, *group.rollouts[1:]))])
+    back = run.read_groups(1)[0].rollouts
+    assert back == (given, *group.rollouts[1:]) and back[0].completion.sampled == (True, False, False, True)
+    table = pq.read_table(run.rollout_path(1))
+    rows = table.to_pylist()
+    rows[0]["spans"][1] |= {"policy_step": 0, "policy_hash": "a"}
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run.rollout_path(1))
     with pytest.raises(RunError, match=r"row 0 \(group row-0#0, sample 0\)"):
         run.read_groups(1)

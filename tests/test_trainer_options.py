@@ -7,6 +7,7 @@ import torch
 from tiny import EOS, STOPS, equal, gpt2, groups_of, llama, many_digits, metrics, only_in_steps, save, weights
 from transformers import AutoModelForCausalLM
 
+from tinyllm.axes import PRESETS
 from tinyllm.model import models
 from tinyllm.model.refs import find_subject
 from tinyllm.post.run import resume
@@ -28,10 +29,11 @@ def test_several_updates_per_batch_move_the_ratio_and_clip(train):
         )
 
 
-@pytest.mark.parametrize("preset", ["dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_trains(train, preset):
     rows = metrics(train(objective={"preset": preset}, train={"steps": 2, "max_refills": 8}).run_dir)
     assert all(row["updates"] == 1 and row["grad_norm"] > 0 and row["sampler_equal"] == 1.0 for row in rows)
+    assert all((row["kl"] is not None) == (PRESETS[preset].axes.beta > 0) for row in rows), "as the preset says"
 
 
 def test_the_kl_is_to_the_frozen_start(train):

@@ -1,6 +1,7 @@
 """The contract of grpo.py: every public name with its meaning, shapes, units, errors and source.
 
-grpo.py shows how; this file says what. stubtest holds one to the other, and a course workspace to this file.
+The same words stand in grpo.py, above the code that keeps them; this file is what a course workspace is held to.
+The choices on each axis, with their meanings, and the published presets are in tinyllm/axes.py.
 
 Legend: B rollouts (rows), T completion tokens (columns, padded), G rollouts of one group.
 Log-probabilities are natural logarithms of the probability of the sampled token, under the same temperature the
@@ -9,65 +10,18 @@ sampler used.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from tinyllm.axes import KL, Aggregate, Baseline, Clip, Ratio, SamplerCorrection, SamplerMode, Scale
 from tinyllm.records import Completion, Group, Judged, Prompt, SamplingParams, Verdict
 
-_Baseline: TypeAlias = Literal["mean", "leave_one_out"]
-"""What is subtracted from a reward: the mean of its group, or of the other members (RLOO, arXiv:2402.14740)."""
-_Scale: TypeAlias = Literal["std", "none"]
-"""What an advantage is divided by: the population standard deviation of its whole group, or nothing."""
-_Ratio: TypeAlias = Literal["token", "sequence"]
-"""q per token, or one q per completion: exp of its mean token log-ratio (GSPO, eq. 7)."""
-_Clip: TypeAlias = Literal["ppo", "dual", "cispo"]
-"""How q is clipped.
-
-    ppo    min(q A, clip(q) A), symmetric or clip-higher by clip_low and clip_high (PPO, arXiv:1707.06347, eq. 7)
-    dual   the same, but for A < 0 never below dual_clip A (Dual-clip PPO, arXiv:1912.09729, eq. 5)
-    cispo  stop_gradient(clip(q)) A logp_new: the weight is clipped, no token loses its gradient (MiniMax-M1, eq. 4)
-"""
-_KL: TypeAlias = Literal["k3", "k2", "k1"]
-"""Estimators of the KL to the reference, see kl_estimate. k1 is for reports only."""
-_Aggregate: TypeAlias = Literal["sequence", "token", "constant"]
-"""Mean per completion, then over completions; mean over all tokens; sum over B x L (Dr. GRPO's fixed length L)."""
-_SamplerCorrection: TypeAlias = Literal["none", "token", "sequence"]
-"""Importance weight for logp_old != logp_sampler: none (it is only reported), per token, per sequence (the product)."""
-_SamplerMode: TypeAlias = Literal["truncate", "mask"]
-"""What happens to an importance weight above its cap: cut to the cap, or the token (sequence) is left out."""
 Verify: TypeAlias = Callable[[list[Prompt], list[Completion]], Sequence[Verdict] | Judged]
 """A batched verifier: lists of equal length in, one Verdict for each pair out, in the same order."""
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """One published objective: a row of independent axes, and the trainer options its paper needs.
-
-    paper, equation: where it is defined. baseline and scale go to group_advantages; ratio, clip, clip_low, clip_high,
-    dual_clip, kl, beta and aggregate to clipped_objective. dynamic_sampling: groups without signal are sampled again.
-    overlong_buffer: share of max_new_tokens over which reward falls by up to 1 (0: off).
-    """
-
-    paper: str
-    equation: str
-    baseline: _Baseline = "mean"
-    scale: _Scale = "std"
-    ratio: _Ratio = "token"
-    clip: _Clip = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 3.0
-    kl: _KL = "k3"
-    beta: float = 0.0
-    aggregate: _Aggregate = "sequence"
-    dynamic_sampling: bool = False
-    overlong_buffer: float = 0.0
-
-PRESETS: dict[str, Preset]
-"""grpo, dr_grpo, dapo, gspo, cispo."""
-
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor, *, baseline: _Baseline = "mean", scale: _Scale = "std", eps: float = 1e-6
+    rewards: Tensor, group_ids: Tensor, *, baseline: Baseline = "mean", scale: Scale = "std", eps: float = 1e-6
 ) -> Tensor:
     """How much better each rollout is than its group.
 
@@ -113,7 +67,7 @@ class ObjectiveStats:
     kl_sum: float = 0.0
     kl_tokens: float = 0.0
     gap_tokens: float = 0.0
-    """Trained tokens whose logp_sampler was given."""
+    """Trained tokens whose gap was measured: logp_sampler was given, and gap_mask was true."""
     gap_sum: float = 0.0
     gap_max: float = 0.0
     """Largest |logp_old - logp_sampler|."""
@@ -159,7 +113,7 @@ class ObjectiveStats:
     def sampler_weight(self) -> float | None:
         """Mean importance weight after the cap; 1 without a correction; None as above."""
 
-def step_denominator(mask: Tensor, aggregate: _Aggregate, constant_length: int | None = None) -> float:
+def step_denominator(mask: Tensor, aggregate: Aggregate, constant_length: int | None = None) -> float:
     """N of clipped_objective for a whole optimizer step: what its summed loss is divided by.
 
         sequence  completions with a trained token
@@ -176,21 +130,22 @@ def clipped_objective(
     advantages: Tensor,
     mask: Tensor | None = None,
     *,
-    clip: _Clip = "ppo",
+    clip: Clip = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float = 3.0,
     beta: float = 0.0,
     logp_ref: Tensor | None = None,
-    kl: _KL = "k3",
-    ratio: _Ratio = "token",
-    aggregate: _Aggregate = "sequence",
+    kl: KL = "k3",
+    ratio: Ratio = "token",
+    aggregate: Aggregate = "sequence",
     constant_length: int | None = None,
     denominator: float | Tensor | None = None,
     logp_sampler: Tensor | None = None,
-    sampler_correction: _SamplerCorrection = "none",
-    sampler_mode: _SamplerMode = "truncate",
+    sampler_correction: SamplerCorrection = "none",
+    sampler_mode: SamplerMode = "truncate",
     sampler_cap: float = 2.0,
+    gap_mask: Tensor | None = None,
 ) -> tuple[Tensor, ObjectiveStats]:
     """The loss of GRPO and its relatives, to be minimized, and what was seen on the way.
 
@@ -216,6 +171,8 @@ def clipped_objective(
     logp_sampler: what the sampler reported, when it may differ from logp_old. sampler_correction weights the policy
     term by w = exp(logp_old - logp_sampler), per token or as the product over the sequence, without gradient; above
     sampler_cap it is cut to it ("truncate") or the token is left out but still counted in N ("mask").
+    gap_mask: [B], or [B, T], true where the gap between logp_old and logp_sampler is measured; None: at every trained
+    token. It decides about the statistics alone, never about the loss.
 
     Raises ConfigError for an unknown axis value, a negative or non-finite clip bound or beta, dual_clip <= 1, beta > 0
     without logp_ref or with k1, a sampler correction without logp_sampler, "constant" with neither L nor N.
@@ -223,7 +180,7 @@ def clipped_objective(
     off-policy RL training" (truncated, token), Liu et al. 2025, "When speed kills stability" (masked, sequence).
     """
 
-def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: _KL = "k3") -> Tensor:
+def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: KL = "k3") -> Tensor:
     """KL of the policy to the reference, estimated per token drawn from the policy; d = logp_ref - logp.
 
         k3 = exp(d) - d - 1   at least 0, unbiased for KL(policy || ref); as a loss its on-policy gradient is that of

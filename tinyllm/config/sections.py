@@ -7,8 +7,10 @@ None means "not set": the preset, the task or the machine decides, as the option
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, ClassVar, Literal
+
+from tinyllm.axes import AXES, UNNAMED, ObjectiveAxes, PresetName, resolve
 
 
 def opt(
@@ -145,29 +147,42 @@ class PoolConfig:
     ray_address: str | None = opt(None, "a running Ray cluster, as in 10.0.0.1:6379; not set = one of our own here")
 
 
-@dataclass(frozen=True)
-class ObjectiveConfig:
-    """What is minimized."""
+def _axis_options() -> list[tuple[str, Any, Any]]:
+    """One option per row of the table of axes, in its order; None is the preset's choice."""
+    rows = []
+    for axis in AXES.values():
+        kind = Literal[tuple(c for c in axis.choices if c not in axis.report_only)] if axis.choices else axis.type
+        if axis.type == int | None:
+            bound, kind = {"ge": 1.0}, int
+        elif axis.choices:
+            bound = {}
+        else:
+            bound = {"ge": 0.0} if axis.above is None else {"gt": axis.above}
+        unset = "" if "not set" in axis.meaning else "; not set = the preset's"
+        rows.append((axis.name, kind | None, opt(None, axis.meaning + unset, **bound)))
+    return rows
 
-    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = opt("grpo", "row of the table of objectives")
-    baseline: Literal["mean", "leave_one_out"] | None = opt(None, "subtracted from each reward; not set = the preset's")
-    scale: Literal["std", "none"] | None = opt(None, "what advantages are divided by; not set = the preset's")
-    ratio: Literal["token", "sequence"] | None = opt(None, "probability ratio; not set = the preset's")
-    clip: Literal["ppo", "dual", "cispo"] | None = opt(None, "how the ratio is clipped; not set = the preset's")
-    clip_low: float | None = opt(None, "ratio may fall by this; not set = the preset's (grpo: 0.2)", ge=0)
-    clip_high: float | None = opt(None, "ratio may rise by this; not set = the preset's (grpo: 0.2)", ge=0)
-    dual_clip: float | None = opt(None, "bound on the ratio of bad completions, with clip = dual", gt=1)
-    kl: Literal["k3", "k2"] | None = opt(None, "KL estimator in the loss; not set = the preset's")
-    beta: float = opt(0.0, "weight of the KL to the reference policy (0.04 in the GRPO paper)", ge=0)
-    aggregate: Literal["sequence", "token", "constant"] | None = opt(
-        None, "how tokens are averaged; not set = the preset's"
-    )
-    constant_length: int | None = opt(None, "divisor with aggregate = constant; not set = max_new_tokens", ge=1)
-    sampler_correction: Literal["none", "token", "sequence"] = opt(
-        "none", "importance weight for a gap between sampler and trainer log-probabilities"
-    )
-    sampler_mode: Literal["truncate", "mask"] = opt("truncate", "a weight above the cap is cut to it, or to 0")
-    sampler_cap: float = opt(2.0, "largest such weight", gt=0)
+
+_AXES: Any = make_dataclass(
+    "_AXES", [("preset", PresetName | None, None), *_axis_options()], frozen=True, namespace={"__module__": __name__}
+)
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig(_AXES):
+    """What is minimized: a preset, and one option for each axis in which the run differs from it (axes.py)."""
+
+    preset: PresetName | None = opt(None, "row of the table of objectives; not set = grpo with beta = 0")
+
+    @property
+    def axes(self) -> ObjectiveAxes:
+        """The resolved choice on each axis: the one given, else the preset's."""
+        return resolve(self.preset, {name: getattr(self, name) for name in AXES})
+
+    @property
+    def name(self) -> PresetName:
+        """The preset, also where the run names none."""
+        return self.preset or UNNAMED
 
 
 @dataclass(frozen=True)

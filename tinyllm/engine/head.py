@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tinyllm.engine.packing import Packed, pack
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.sampling import normalize, scale_logits
 from tinyllm.engine.trie import Trie
+from tinyllm.records import Completion, Prompt
 
 HEAD_ROWS = 256
 
@@ -37,26 +38,50 @@ class Targets:
     """Predicted tokens of each sequence."""
 
 
-def pack_targets(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str) -> Targets:
-    """Packs (prompt ids, completion ids) pairs; every completion token is predicted by the prefix before it."""
+class Scored(NamedTuple):
+    """A completion of a prompt, with those of its tokens that are scored."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    positions: Sequence[int] | None = None
+    """Places of the scored tokens in the completion, ascending; None: all of them."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, completion: Completion) -> Scored:
+        """The sampled tokens of a completion: those that the environment gave are read and not scored."""
+        positions = tuple(t for t, sampled in enumerate(completion.sampled) if sampled)
+        return cls(prompt.token_ids, completion.token_ids, positions)
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The positions, also where they are all."""
+        return range(len(self.completion)) if self.positions is None else self.positions
+
+
+Scorable: TypeAlias = Scored | tuple[Sequence[int], Sequence[int]]
+"""What is scored: a plain (prompt ids, completion ids) pair stands for the whole completion."""
+
+
+def pack_targets(sequences: Sequence[Scorable], device: torch.device | str) -> Targets:
+    """Packs sequences; every scored completion token is predicted by the prefix before it."""
     trie = Trie()
-    for prompt, completion in sequences:
+    scored = [Scored(*sequence) for sequence in sequences]
+    for prompt, completion, _ in scored:
         assert prompt, "a completion needs at least one prompt token to be predicted from"
         trie.add([*prompt, *completion[:-1]])
     rows: dict[int, int] = {}
-    row: list[int] = []
-    token: list[int] = []
-    for (prompt, completion), path in zip(sequences, trie.paths, strict=True):
-        predicting = path[len(prompt) - 1 :][: len(completion)]  # an empty completion predicts nothing
-        for node, target in zip(predicting, completion, strict=True):
+    row, token = [], []
+    for sequence, path in zip(scored, trie.paths, strict=True):
+        for position in sequence.targets:
+            node = path[len(sequence.prompt) - 1 + position]
             row.append(rows.setdefault(node, len(rows)))
-            token.append(target)
+            token.append(sequence.completion[position])
     return Targets(
         packed=pack(trie, device),
         rows=torch.tensor(list(rows), dtype=torch.long, device=device),
         row=torch.tensor(row, dtype=torch.long, device=device),
         token=torch.tensor(token, dtype=torch.long, device=device),
-        lengths=tuple(len(completion) for _, completion in sequences),
+        lengths=tuple(len(sequence.targets) for sequence in scored),
     )
 
 

@@ -238,7 +238,7 @@ def needs_reference_model(config: Config) -> bool:
 
     With adapters the start policy is the model without them.
     """
-    measured = isinstance(config, DPOConfig) or (isinstance(config, GRPOConfig) and config.objective.beta > 0)
+    measured = isinstance(config, DPOConfig) or (isinstance(config, GRPOConfig) and config.objective.axes.beta > 0)
     return bool(config.model.reference) or (measured and not config.lora.rank)
 
 

@@ -187,7 +187,7 @@ def make_job(
         tokens_per_microbatch=config.train.tokens_per_microbatch,
         updates=config.train.updates_per_batch,
         lora_rank=config.lora.rank,
-        reference=needs_reference_model(config) or config.objective.beta > 0,
+        reference=needs_reference_model(config) or config.objective.axes.beta > 0,
         checkpointing=config.model.gradient_checkpointing,
         moments=2 if config.optimizer.name == "adamw" else 0,
         publish_adapters=bool(config.lora.rank) and config.engine.publish == "lora",

@@ -1,4 +1,4 @@
-"""From verified groups to a batch: shaped rewards, advantages, which rows are trained, micro-batches.
+"""From verified groups to a batch: shaped rewards, advantages, which tokens are trained, micro-batches.
 
 Everything here is derived from the frozen record, so replay and audit compute the same batch.
 Legend: B rollouts (rows, group after group), T completion tokens.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tinyllm.axes import PRESETS, ObjectiveAxes
 from tinyllm.config.sections import GRPOConfig
+from tinyllm.engine.head import Scored
 from tinyllm.engine.trie import Trie
-from tinyllm.post.grpo import PRESETS, group_advantages, step_denominator
+from tinyllm.post.grpo import group_advantages, step_denominator
 from tinyllm.records import Group, Revision, Rollout
 
 _V = TypeVar("_V")
@@ -27,51 +29,43 @@ _V = TypeVar("_V")
 class BatchRules:
     """How rollouts become a batch: the resolved part of the configuration."""
 
-    baseline: str
-    scale: str
-    aggregate: str
-    constant_length: int | None
+    axes: ObjectiveAxes
+    """The objective's, constant_length included."""
     mask_truncated: bool
     overlong_buffer: float
     max_new_tokens: int
     dynamic_sampling: bool
     prompts_per_step: int
     tokens_per_microbatch: int
-    needs_all_rows: bool
-    """Whether rows of advantage 0 have a gradient too (a KL term)."""
 
     @classmethod
     def of(cls, config: GRPOConfig) -> BatchRules:
-        preset, chosen, train = PRESETS[config.objective.preset], config.objective, config.train
+        """The rules of a configuration, with the preset's values where an option is not set."""
+        preset, train = PRESETS[config.objective.name], config.train
         return cls(
-            baseline=pick(chosen.baseline, preset.baseline),
-            scale=pick(chosen.scale, preset.scale),
-            aggregate=pick(chosen.aggregate, preset.aggregate),
-            constant_length=pick(chosen.constant_length, config.sampling.max_new_tokens),
+            axes=objective_axes(config),
             mask_truncated=train.mask_truncated,
-            overlong_buffer=pick(train.overlong_buffer, preset.overlong_buffer),
+            overlong_buffer=_pick(train.overlong_buffer, preset.overlong_buffer),
             max_new_tokens=config.sampling.max_new_tokens,
-            dynamic_sampling=pick(train.dynamic_sampling, preset.dynamic_sampling),
+            dynamic_sampling=_pick(train.dynamic_sampling, preset.dynamic_sampling),
             prompts_per_step=train.prompts_per_step,
             tokens_per_microbatch=train.tokens_per_microbatch,
-            needs_all_rows=chosen.beta > 0,
         )
 
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether rows of advantage 0 have a gradient too: that of the KL term."""
+        return self.axes.beta > 0
 
-def pick(value: _V | None, default: _V) -> _V:
+
+def _pick(value: _V | None, default: _V) -> _V:
     return default if value is None else value
 
 
-def objective_axes(config: GRPOConfig) -> dict[str, Any]:
-    """Keyword arguments of clipped_objective: the preset's row with the configuration's own choices over it."""
-    preset, chosen = PRESETS[config.objective.preset], config.objective
-    axes = {
-        name: pick(getattr(chosen, name), getattr(preset, name))
-        for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip", "kl", "aggregate")
-    }
-    axes |= {name: getattr(chosen, name) for name in ("beta", "sampler_correction", "sampler_mode", "sampler_cap")}
-    axes["constant_length"] = pick(chosen.constant_length, config.sampling.max_new_tokens)
-    return axes
+def objective_axes(config: GRPOConfig) -> ObjectiveAxes:
+    """The objective's resolved axes; constant_length is max_new_tokens where it is not set."""
+    axes = config.objective.axes
+    return replace(axes, constant_length=_pick(axes.constant_length, config.sampling.max_new_tokens))
 
 
 @dataclass(frozen=True)
@@ -87,25 +81,52 @@ class Batch:
     """fp64, after the overlong penalty; NaN for a row that is unscored or left out."""
     advantages: Tensor
     """fp64."""
-    trained: Tensor
-    """bool: rows that count in the denominator."""
+    mask: Tensor
+    """bool [B, T]: the tokens that are trained, counted and divided by. False for padding, for tokens that the
+    environment gave, and for every token of a row that is unscored or left out."""
     denominator: float
+    """What the whole step's loss is divided by."""
     microbatches: tuple[tuple[int, ...], ...]
     """Row numbers of each forward and backward pass; rows without a gradient are in none."""
     revision: Revision | None = None
-    """Of the weights that are trained on it; None: those that drew it, whichever they are."""
+    """The revision that is being trained; None means on-policy."""
 
     @property
     def has_signal(self) -> bool:
+        """Whether any row has a gradient."""
         return bool(self.microbatches)
 
-    def is_current(self, row: int) -> bool:
-        """Whether all of a row was drawn from the weights that are trained on it.
+    @property
+    def trained(self) -> Tensor:
+        """bool [B]: rows with a trained token."""
+        return self.mask.any(-1)
 
-        Not so where an update came in between: the tokens after it were drawn on what older weights left in the cache.
+    def positions(self, row: int) -> tuple[int, ...]:
+        """Places of a row's trained tokens in its completion, ascending."""
+        return tuple(self.mask[row].nonzero()[:, 0].tolist())
+
+    def scored(self, row: int) -> Scored:
+        """What a forward pass reads of a row: prompt, completion, and the positions whose tokens are scored."""
+        return Scored(self.prompts[row], self.rollouts[row].completion.token_ids, self.positions(row))
+
+    def recorded(self, row: int) -> list[float | None]:
+        """The sampler's log-probabilities of a row's trained tokens."""
+        logprobs = self.rollouts[row].completion.logprobs
+        return [logprobs[position] for position in self.positions(row)]
+
+    def spread(self, row: int, values: Sequence[float]) -> list[float | None]:
+        """One value per token of a row's completion, from one per trained token; None where none is trained."""
+        given = dict(zip(self.positions(row), values, strict=True))
+        return [given.get(position) for position in range(len(self.rollouts[row].completion.token_ids))]
+
+    def is_current(self, row: int) -> bool:
+        """True if every sampled token of a row is of the revision that is being trained.
+
+        A weight update in the middle of a completion leaves stale keys and values: the tokens after it are not the new
+        weights' own.
         """
         spans = self.rollouts[row].completion.all_spans
-        return self.revision is None or all(span.revision == self.revision for span in spans)
+        return self.revision is None or all(span.revision in (None, self.revision) for span in spans)
 
 
 def has_signal(group: Group, rules: BatchRules) -> bool:
@@ -114,46 +135,63 @@ def has_signal(group: Group, rules: BatchRules) -> bool:
     return len(values) > 1
 
 
-def make_batch(groups: Sequence[Group], rules: BatchRules) -> Batch:
-    """Advantages and micro-batches of a step's groups."""
+def flatten_groups(groups: Sequence[Group]) -> tuple[tuple[tuple[int, ...], ...], tuple[Rollout, ...]]:
+    """(prompt ids of each row, rollout of each row), group after group."""
+    prompts = tuple(g.prompt.token_ids for g in groups for _ in g.rollouts)
+    return prompts, tuple(r for g in groups for r in g.rollouts)
+
+
+def sampled_mask(rollouts: Sequence[Rollout]) -> Tensor:
+    """bool [B, T]: the tokens that a policy sampled, not the environment's and not padding."""
+    if not rollouts:
+        return torch.zeros(0, 0, dtype=torch.bool)
+    flags = [torch.tensor(r.completion.sampled, dtype=torch.bool) for r in rollouts]
+    return pad_sequence(flags, batch_first=True)
+
+
+def make_batch(groups: Sequence[Group], rules: BatchRules, revision: Revision | None = None) -> Batch:
+    """Advantages, trained tokens and micro-batches of a step's groups; revision: that is being trained."""
     if rules.dynamic_sampling:
         groups = [g for g in groups if has_signal(g, rules)][: rules.prompts_per_step]
-    rollouts = [r for g in groups for r in g.rollouts]
-    prompts = [g.prompt.token_ids for g in groups for _ in g.rollouts]
-    rewards = torch.tensor([x for g in groups for x in shaped_rewards(g, rules)], dtype=torch.float64)
+    prompts, rollouts = flatten_groups(groups)
+    sampled = sampled_mask(rollouts)
+    rewards = torch.tensor(shaped_rewards(groups, sampled.sum(-1).tolist(), rules), dtype=torch.float64)
     ids = torch.tensor([i for i, g in enumerate(groups) for _ in g.rollouts], dtype=torch.long)
-    advantages = group_advantages(rewards, ids, baseline=rules.baseline, scale=rules.scale)  # type: ignore[arg-type]
-    lengths = [len(r.completion.token_ids) for r in rollouts]
-    trained = rewards.isfinite() & torch.tensor([n > 0 for n in lengths], dtype=torch.bool)
-    mask = trained[:, None] & (torch.arange(max(lengths, default=0)) < torch.tensor(lengths, dtype=torch.long)[:, None])
-    live = trained if rules.needs_all_rows else trained & (advantages != 0)
+    advantages = group_advantages(rewards, ids, **rules.axes.arguments("advantages"))
+    mask = sampled & rewards.isfinite()[:, None]
+    live = mask.any(-1) if rules.needs_all_rows else mask.any(-1) & (advantages != 0)
     return Batch(
         groups=tuple(groups),
-        prompts=tuple(prompts),
-        rollouts=tuple(rollouts),
+        prompts=prompts,
+        rollouts=rollouts,
         rewards=rewards,
         advantages=advantages,
-        trained=trained,
-        denominator=step_denominator(mask, rules.aggregate, rules.constant_length),  # type: ignore[arg-type]
+        mask=mask,
+        denominator=step_denominator(mask, rules.axes.aggregate, rules.axes.constant_length),
         microbatches=split_microbatches(
             prompts, rollouts, [(row,) for row in live.nonzero()[:, 0].tolist()], rules.tokens_per_microbatch
         ),
+        revision=revision,
     )
 
 
-def shaped_rewards(group: Group, rules: BatchRules) -> list[float]:
-    """A group's rewards: NaN for rows left out, less the overlong penalty where the verdicts differ.
+def shaped_rewards(groups: Sequence[Group], lengths: Sequence[int], rules: BatchRules) -> list[float]:
+    """Rewards of all rows: NaN for rows left out, less the overlong penalty where the verdicts of a group differ.
 
-    Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to L - buffer tokens, then falling to -1 at L.
+    lengths: sampled tokens of each row. Soft overlong punishment: 0 up to L - buffer tokens, then falling to -1 at L.
     A group whose verdicts are all equal is left as it is, so that length alone never makes it useful.
+    Source: DAPO, arXiv:2503.14476, eq. 13.
     """
-    rewards = [r.reward if _counted(r, rules) else math.nan for r in group.rollouts]
     buffer = rules.overlong_buffer * rules.max_new_tokens
-    if buffer <= 0 or not has_signal(group, rules):
-        return rewards
     start = rules.max_new_tokens - buffer
-    lengths = [len(r.completion.token_ids) for r in group.rollouts]
-    return [r - max(0.0, (n - start) / buffer) for r, n in zip(rewards, lengths, strict=True)]
+    length = iter(lengths)
+    rewards: list[float] = []
+    for group in groups:
+        punished = buffer > 0 and has_signal(group, rules)
+        for rollout, tokens in zip(group.rollouts, length, strict=False):
+            reward = rollout.reward if _counted(rollout, rules) else math.nan
+            rewards.append(reward - max(0.0, (tokens - start) / buffer) if punished else reward)
+    return rewards
 
 
 def _counted(rollout: Rollout, rules: BatchRules) -> bool:
@@ -166,9 +204,9 @@ def _counted(rollout: Rollout, rules: BatchRules) -> bool:
 def split_microbatches(
     prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], units: Sequence[tuple[int, ...]], budget: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Cuts rows, in order, into micro-batches of at most `budget` distinct prefixes (what a pass really computes).
+    """Splits rows, in order, into micro-batches of at most `budget` trie nodes: distinct prefixes, computed once each.
 
-    The rows of a unit stay together, whatever it takes.
+    units: rows that are never separated, even over budget. Returns the row numbers of each micro-batch.
     """
     parts: list[tuple[int, ...]] = []
     part: list[int] = []
@@ -190,9 +228,9 @@ def split_microbatches(
 
 
 def assign_to_ranks(batch: Batch, ranks: int) -> list[list[tuple[int, ...]]]:
-    """The micro-batches of each rank: as many for all, () where there is none left; passes side by side are alike.
+    """The micro-batches of each rank: the same number for all, padded with (); of similar size at equal index.
 
-    Where there are fewer than ranks, the largest are cut between groups.
+    Where there are fewer micro-batches than ranks, those of the most groups are split between groups.
     """
     if ranks == 1:
         return [list(batch.microbatches)]

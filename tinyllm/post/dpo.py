@@ -1,6 +1,6 @@
 """Direct Preference Optimization: of two completions of a prompt, the chosen one gains on the rejected one.
 
-Standard library, torch and records only. Legend: P pairs, T tokens (padded).
+Legend: P pairs, T tokens (padded).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinyllm.config.sections import DPOConfig
 from tinyllm.errors import ConfigError
-from tinyllm.post.batch import Batch, split_microbatches
+from tinyllm.post.batch import Batch, flatten_groups, sampled_mask, split_microbatches
 from tinyllm.records import Group, Revision
 
 
@@ -72,6 +73,7 @@ class DPOStats:
     tokens: float = 0.0
 
     def __add__(self, other: DPOStats) -> DPOStats:
+        """Sum of sums."""
         return DPOStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
@@ -81,19 +83,16 @@ class DPOObjective:
     needs_reference = True
     temperature = 1.0
     updates_per_batch = 1
-    max_gap = 0.0
     empty = DPOStats()
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: DPOConfig) -> None:
         self.budget = config.train.tokens_per_microbatch
-        self.axes = {"beta": config.objective.beta, "label_smoothing": config.objective.label_smoothing}
-        self.length_normalized = config.objective.length_normalized
+        self.chosen = config.objective
 
     def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
         """Pair after pair; a micro-batch holds whole pairs and the denominator is the number of pairs."""
         assert all(len(g.rollouts) == 2 for g in groups), "a group of DPO is a pair"
-        rollouts = tuple(r for g in groups for r in g.rollouts)
-        prompts = tuple(g.prompt.token_ids for g in groups for _ in g.rollouts)
+        prompts, rollouts = flatten_groups(groups)
         sides = torch.tensor([1.0, -1.0] * len(groups), dtype=torch.float64)
         return Batch(
             groups=tuple(groups),
@@ -101,21 +100,27 @@ class DPOObjective:
             rollouts=rollouts,
             rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
             advantages=sides,
-            trained=torch.ones(len(rollouts), dtype=torch.bool),
+            mask=sampled_mask(rollouts),
             denominator=float(len(groups)),
             microbatches=split_microbatches(
                 prompts, rollouts, [(2 * i, 2 * i + 1) for i in range(len(groups))], self.budget
             ),
+            revision=revision,
         )
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
-        """The loss does not read them."""
+        """The first pass's; the loss does not read them."""
         return first
 
     def loss(
-        self, batch: Batch, rows: Sequence[int], logp: Sequence[Tensor], old: Any, reference: Sequence[Tensor] | None
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        logp: Sequence[Tensor],
+        old: Sequence[Tensor],
+        reference: Sequence[Tensor] | None,
     ) -> tuple[Tensor, DPOStats]:
-        """This micro-batch's share of the step's loss; logp and reference have one tensor per row."""
+        """This micro-batch's share of the step's loss: of each row's trained tokens, under policy and reference."""
         assert reference is not None
         policy, other = (torch.stack([x.sum() for x in side]) for side in (logp, reference))
         counts = torch.tensor([len(x) for x in logp], dtype=policy.dtype, device=policy.device)
@@ -124,11 +129,15 @@ class DPOObjective:
             policy[1::2],
             other[0::2],
             other[1::2],
-            lengths=(counts[0::2], counts[1::2]) if self.length_normalized else None,
+            beta=self.chosen.beta,
+            label_smoothing=self.chosen.label_smoothing,
+            lengths=(counts[0::2], counts[1::2]) if self.chosen.length_normalized else None,
             denominator=batch.denominator,
-            **self.axes,
         )
         return loss, stats + DPOStats(tokens=float(counts.sum()))
+
+    def stop_reason(self, stats: DPOStats) -> None:
+        """Nothing was sampled, so no sampler can differ from the trainer."""
 
     def metrics(
         self, groups: Sequence[Group], batch: Batch, stats: DPOStats, logged: Mapping[str, float]

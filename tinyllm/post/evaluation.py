@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tinyllm.distributed.ranks import SOLO, Ranks
+from tinyllm.engine.head import Scored
 from tinyllm.post.grpo import collect_groups, kl_estimate
 from tinyllm.post.update import Scorer
 from tinyllm.records import Group, Prompt, SamplingParams
@@ -39,7 +40,7 @@ def evaluator(
         rollouts = [r for g in judged for r in g.rollouts]
         scored = [r.verdict for r in rollouts if r.verdict.value is not None]
         correct = [dict(v.parts).get("correct") for v in scored]
-        lengths = [len(r.completion.token_ids) for r in rollouts]
+        lengths = [sum(r.completion.sampled) for r in rollouts]
         row |= {
             "prompts": len(scored),
             "correct": None if not scored or None in correct else int(sum(c == 1.0 for c in correct)),
@@ -65,17 +66,16 @@ def start_kl(groups: Sequence[Group], reference: Scorer | None) -> dict[str, flo
     sequences, sampled, owners = [], [], []
     for owner, group in enumerate(groups):
         for rollout in group.rollouts:
-            if rollout.completion.token_ids:
-                sequences.append((group.prompt.token_ids, rollout.completion.token_ids))
+            if any(rollout.completion.sampled):
+                sequences.append(Scored.of(group.prompt, rollout.completion))
                 sampled.append(rollout.completion)
                 owners.append(owner)
     if reference is None or not sequences:
         return {"kl": None, "kl_low": None, "kl_high": None}
     sums, sizes = [0.0] * len(groups), [0] * len(groups)
     for owner, completion, start in zip(owners, sampled, reference(sequences), strict=True):
-        mask = torch.tensor(completion.sampled)
         policy = torch.tensor([x for x in completion.logprobs if x is not None], dtype=torch.float64)
-        sums[owner] += kl_estimate(policy, start.cpu().double()[mask]).sum().item()
+        sums[owner] += kl_estimate(policy, start.cpu().double()).sum().item()
         sizes[owner] += len(policy)
     rows = [owner for owner, size in enumerate(sizes) if size]
     kl = mean_per_token([sums[row] for row in rows], [sizes[row] for row in rows])

@@ -12,6 +12,7 @@ import torch
 from tinyllm.config.io import check
 from tinyllm.config.sections import DPOConfig, SFTConfig
 from tinyllm.distributed.ranks import Ranks
+from tinyllm.engine.head import Scored
 from tinyllm.errors import ConfigError, DataError, TrainingStopped
 from tinyllm.post.dpo import DPOStats
 from tinyllm.post.evaluation import shared
@@ -82,7 +83,9 @@ def likelihood_evaluator(groups: Sequence[Group], scorer: Scorer, ranks: Ranks) 
     return evaluate
 
 
-def preference_evaluator(groups: Sequence[Group], objective: Objective, scorer: Scorer, reference: Scorer) -> Evaluate:
+def preference_evaluator(
+    groups: Sequence[Group], objective: Objective[Any], scorer: Scorer, reference: Scorer
+) -> Evaluate:
     """Returns evaluate(step, groups): loss and implicit rewards of DPO on held-out pairs."""
 
     def evaluate(step: int, _: Sequence[Group]) -> dict[str, Any] | None:
@@ -123,7 +126,7 @@ def held_out_likelihood(groups: Sequence[Group], scorer: Scorer) -> dict[str, An
 
 @torch.no_grad()
 def held_out_preference(
-    groups: Sequence[Group], objective: Objective, policy: Scorer, reference: Scorer
+    groups: Sequence[Group], objective: Objective[Any], policy: Scorer, reference: Scorer
 ) -> dict[str, Any]:
     """Loss and implicit rewards of held-out pairs, with the loss's interval; prompts are the clusters."""
     total = DPOStats()
@@ -146,8 +149,8 @@ def _rollouts(groups: Sequence[Group]) -> Iterator[tuple[Group, Rollout]]:
     return ((group, rollout) for group in groups for rollout in group.rollouts)
 
 
-def _sequences(groups: Sequence[Group]) -> list[tuple[Sequence[int], Sequence[int]]]:
-    return [(g.prompt.token_ids, r.completion.token_ids) for g, r in _rollouts(groups)]
+def _sequences(groups: Sequence[Group]) -> list[Scored]:
+    return [Scored.of(g.prompt, r.completion) for g, r in _rollouts(groups)]
 
 
 def _distinct_tokens(group: Group) -> int:

@@ -4,10 +4,12 @@
     2. Clipped objective    log-probabilities and advantages    -> loss to minimize, numbers to watch
     3. Rollout client       prompts                             -> sampled, verified groups
 
-Needs torch and the records, no model, no trainer: every function runs with five floats. grpo.pyi is the contract:
-meanings, shapes, units and errors in full.
+Needs torch, the records and the table of axes; no model, no trainer: every function runs with five floats. What each
+axis means and which values it has stands in axes.py, with the published presets.
 
 Legend: B rollouts (rows), T completion tokens (columns, padded), G rollouts of one group.
+Log-probabilities are natural logarithms of the probability of the sampled token, under the same temperature the
+sampler used.
 """
 
 from __future__ import annotations
@@ -16,66 +18,30 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from tinyllm.axes import (
+    KL,
+    Aggregate,
+    Baseline,
+    Clip,
+    Ratio,
+    SamplerCorrection,
+    SamplerMode,
+    Scale,
+    check_axes,
+    require_number,
+)
 from tinyllm.errors import ConfigError, EngineError, RewardError, TinyLLMError
 from tinyllm.records import Completion, Group, Judged, Logged, Prompt, Rollout, SamplingParams, Verdict
 
-Verify = Callable[[list[Prompt], list[Completion]], Sequence[Verdict] | Judged]
+Verify: TypeAlias = Callable[[list[Prompt], list[Completion]], Sequence[Verdict] | Judged]
+"""A batched verifier: lists of equal length in, one Verdict for each pair out, in the same order."""
 
-_CHOICES = {  # the stub has them as Literal types
-    "baseline": ("mean", "leave_one_out"),
-    "scale": ("std", "none"),
-    "ratio": ("token", "sequence"),
-    "clip": ("ppo", "dual", "cispo"),
-    "kl": ("k3", "k2", "k1"),
-    "aggregate": ("sequence", "token", "constant"),
-    "sampler_correction": ("none", "token", "sequence"),
-    "sampler_mode": ("truncate", "mask"),
-}
 _LARGEST_REWARD = 1e100  # its square is still a number
-_ABOVE = {"dual_clip": 1.0, "sampler_cap": 0.0}  # other numbers: at least 0
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """One published objective: a row of independent axes, and the trainer options its paper needs."""
-
-    paper: str
-    equation: str
-    baseline: str = "mean"
-    scale: str = "std"
-    ratio: str = "token"
-    clip: str = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 3.0
-    kl: str = "k3"
-    beta: float = 0.0
-    aggregate: str = "sequence"
-    dynamic_sampling: bool = False
-    overlong_buffer: float = 0.0
-
-
-PRESETS: dict[str, Preset] = {
-    "grpo": Preset("DeepSeekMath, arXiv:2402.03300", "eq. 3 (objective), eq. 4 (KL)", beta=0.04),
-    "dr_grpo": Preset("Dr. GRPO, arXiv:2503.20783", "section 3", scale="none", aggregate="constant"),
-    "dapo": Preset(
-        "DAPO, arXiv:2503.14476", "eq. 8 (objective), eq. 11 (dynamic sampling), eq. 13 (overlong)",
-        clip_high=0.28, aggregate="token", dynamic_sampling=True, overlong_buffer=0.2,
-    ),
-    "gspo": Preset(
-        "GSPO, arXiv:2507.18071", "eq. 5 (objective), eq. 7 (ratio)",
-        ratio="sequence", clip_low=3e-4, clip_high=4e-4,
-    ),
-    "cispo": Preset(  # no lower bound; weight at most 5, the value of ScaleRL (arXiv:2510.13786)
-        "MiniMax-M1, arXiv:2506.13585", "eq. 4 (objective), eq. 5 (clipped weight)",
-        clip="cispo", clip_low=1.0, clip_high=4.0, aggregate="token", dynamic_sampling=True, overlong_buffer=0.2,
-    ),
-}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,10 +50,24 @@ PRESETS: dict[str, Preset] = {
 
 
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor, *, baseline: str = "mean", scale: str = "std", eps: float = 1e-6
+    rewards: Tensor, group_ids: Tensor, *, baseline: Baseline = "mean", scale: Scale = "std", eps: float = 1e-6
 ) -> Tensor:
-    """A_i = (r_i - mean(r)) / (std(r) + eps), over the scored members of i's group; rewards, group_ids, result [B]."""
-    _check(baseline=baseline, scale=scale, eps=eps)
+    """How much better each rollout is than its group.
+
+        A_i = (r_i - b_i) / (std + eps)     b_i: mean of the group, or of the others (leave_one_out)
+
+    rewards [B] float; group_ids [B] integers, any values in any order: groups are cut by id, never by position.
+    Returns A [B] in the rewards' type (fp32 when that is whole numbers) and on their device, without gradient.
+    std is the population one (divided by G), of the whole group with either baseline; scale "none" leaves it out.
+    With the mean baseline the advantages of a group add up to 0, and |A| is at most sqrt(G - 1).
+    A group whose members are all equal gives exactly 0, and so does a group of one: nothing is learned from it.
+    NaN marks an unscored (or excluded) rollout: it is left out of mean and std, and its advantage is 0.
+    Raises RewardError naming the row for inf (or beyond 1e100), and where A is beyond the rewards' type; ConfigError
+    for an unknown axis value or eps < 0.
+    Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; scale "none": Dr. GRPO, arXiv:2503.20783, section 3.
+    """
+    check_axes(baseline=baseline, scale=scale)
+    require_number("eps", eps)
     assert rewards.ndim == 1 and rewards.shape == group_ids.shape, f"{rewards.shape} rewards, {group_ids.shape} ids"
     # B numbers that come from the host anyway: on the CPU in fp64, the sums are the same on every device
     r = rewards.detach().to("cpu", torch.float64)
@@ -126,44 +106,59 @@ def group_advantages(
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveStats:
-    """Sums over trained tokens; `a + b` merges micro-batches or ranks, the properties are means over all of them."""
+    """What one call of clipped_objective saw: sums over its trained tokens, so that parts of a step can be added.
+
+    `a + b` merges two micro-batches (or ranks), `sum(parts, ObjectiveStats())` a whole step; the properties are then
+    means over all trained tokens of the step. policy_loss and kl_loss are shares of the step's loss: they add up to it
+    when every part was given the step's denominator.
+    """
 
     policy_loss: float = 0.0
+    """The policy term of the loss."""
     kl_loss: float = 0.0
+    """beta times the aggregated KL; loss = policy_loss + kl_loss."""
     rows: float = 0.0
+    """Completions with a trained token."""
     zero_rows: float = 0.0
+    """Those of them with advantage 0 at every trained token."""
     tokens: float = 0.0
+    """Trained tokens."""
     ratio_sum: float = 0.0
     ratio_max: float = 0.0
+    """Largest q of a trained token (0 when there is none)."""
     clipped_low: float = 0.0
+    """Tokens with A < 0 and q < 1 - clip_low (cispo: A != 0)."""
     clipped_high: float = 0.0
+    """Tokens with A > 0 and q > 1 + clip_high (cispo: A != 0; dual: also A < 0 and q > dual_clip)."""
     kl_sum: float = 0.0
     kl_tokens: float = 0.0
     gap_tokens: float = 0.0
+    """Trained tokens whose gap was measured: logp_sampler was given, and gap_mask was true."""
     gap_sum: float = 0.0
     gap_max: float = 0.0
+    """Largest |logp_old - logp_sampler|."""
     gap_kl: float = 0.0
     gap_equal: float = 0.0
     weight_sum: float = 0.0
 
     def __add__(self, other: ObjectiveStats) -> ObjectiveStats:
-        """Sum of sums, maximum of maxima. `sum(parts, ObjectiveStats())` merges a whole step."""
+        """Sum of sums, maximum of maxima."""
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return ObjectiveStats(**{name: max(ab) if name.endswith("_max") else sum(ab) for name, ab in pairs.items()})
 
     @property
     def ratio_mean(self) -> float:
-        """Mean of q; exactly 1 on policy."""
+        """Mean of q over trained tokens; exactly 1 on policy."""
         return self.ratio_sum / max(self.tokens, 1)
 
     @property
     def clip_fraction_low(self) -> float:
-        """Share of trained tokens whose update the lower bound stopped."""
+        """Share of trained tokens whose update the lower bound stopped (looks at the sign of A)."""
         return self.clipped_low / max(self.tokens, 1)
 
     @property
     def clip_fraction_high(self) -> float:
-        """Share of trained tokens whose update the upper bound stopped."""
+        """Share of trained tokens whose update the upper bound stopped (looks at the sign of A)."""
         return self.clipped_high / max(self.tokens, 1)
 
     @property
@@ -173,17 +168,17 @@ class ObjectiveStats:
 
     @property
     def kl(self) -> float | None:
-        """Mean KL estimate per trained token; None without a reference."""
+        """Mean KL estimate per trained token, also with beta 0; None when no reference was given."""
         return self.kl_sum / self.kl_tokens if self.kl_tokens else None
 
     @property
     def sampler_gap(self) -> float | None:
-        """Mean |logp_old - logp_sampler|; None without sampler log-probabilities."""
+        """Mean |logp_old - logp_sampler| over trained tokens; None when logp_sampler was not given."""
         return self.gap_sum / self.gap_tokens if self.gap_tokens else None
 
     @property
     def sampler_kl(self) -> float | None:
-        """Mean k3 estimate of KL(sampler || trainer) per trained token; None as above."""
+        """Mean k3 estimate of KL(sampler || trainer) per trained token, d = logp_old - logp_sampler; None as above."""
         return self.gap_kl / self.gap_tokens if self.gap_tokens else None
 
     @property
@@ -197,9 +192,17 @@ class ObjectiveStats:
         return self.weight_sum / self.gap_tokens if self.gap_tokens else None
 
 
-def step_denominator(mask: Tensor, aggregate: str, constant_length: int | None = None) -> float:
-    """What the whole step's loss is divided by: completions with a trained token, trained tokens, or B x L."""
-    _check(aggregate=aggregate)
+def step_denominator(mask: Tensor, aggregate: Aggregate, constant_length: int | None = None) -> float:
+    """N of clipped_objective for a whole optimizer step: what its summed loss is divided by.
+
+        sequence  completions with a trained token
+        token     trained tokens
+        constant  B x L: all rows, masked ones too, times constant_length
+
+    mask [B, T] or [B], true where a token is trained. It adds up over micro-batches and ranks: pass each part of the
+    step the sum over all parts. Raises ConfigError for "constant" without a constant_length of at least 1.
+    """
+    check_axes(aggregate=aggregate)
     if aggregate == "sequence":
         return float((mask if mask.ndim == 2 else mask[:, None]).bool().any(-1).sum())
     if aggregate == "token":
@@ -215,25 +218,57 @@ def clipped_objective(
     advantages: Tensor,
     mask: Tensor | None = None,
     *,
-    clip: str = "ppo",
+    clip: Clip = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float = 3.0,
     beta: float = 0.0,
     logp_ref: Tensor | None = None,
-    kl: str = "k3",
-    ratio: str = "token",
-    aggregate: str = "sequence",
+    kl: KL = "k3",
+    ratio: Ratio = "token",
+    aggregate: Aggregate = "sequence",
     constant_length: int | None = None,
     denominator: float | Tensor | None = None,
     logp_sampler: Tensor | None = None,
-    sampler_correction: str = "none",
-    sampler_mode: str = "truncate",
+    sampler_correction: SamplerCorrection = "none",
+    sampler_mode: SamplerMode = "truncate",
     sampler_cap: float = 2.0,
+    gap_mask: Tensor | None = None,
 ) -> tuple[Tensor, ObjectiveStats]:
-    """L = 1/N sum_i sum_t -min(q A, clip(q, 1 - low, 1 + high) A) + beta KL,  q = exp(logp_new - logp_old)."""
-    _check(clip=clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, beta=beta, kl=kl, ratio=ratio)
-    _check(
+    """The loss of GRPO and its relatives, to be minimized, and what was seen on the way.
+
+        q    = exp(logp_new - logp_old)
+        loss = 1/N sum_i n_i sum_t [ -w min(q A, clip(q, 1 - clip_low, 1 + clip_high) A) + beta KL(logp_new, logp_ref) ]
+
+    n_i is 1/|o_i| with aggregate "sequence" and 1 otherwise; N is `denominator`; w is 1 without a sampler correction.
+
+    logp_new, logp_old, logp_ref, logp_sampler, mask: [B, T], or [B] (one token each) with mask None or [B].
+    advantages: [B], or [B, T] for one per token. mask is true (nonzero) where a token is trained; None means
+    everywhere. Only logp_new is differentiated; no argument is written to. Loss: 0-d, in logp_new's type but at least
+    fp32.
+
+    Masked positions may hold NaN or inf in any argument: they change neither loss nor gradient. A row that is
+    unscored or excluded is masked by the caller, and then its KL does not count either. Everything masked gives loss
+    0 and gradient 0. q past exp(20) goes on along the tangent, so that a wild ratio stays finite and visible
+    (ratio_max).
+
+    denominator: N of the whole optimizer step, from step_denominator over all its micro-batches and ranks; the summed
+    gradient then does not depend on how the step was cut. None: this call is the whole step. constant_length is L.
+    beta: weight of the KL; kl names its estimator (see kl_estimate; k1 is refused when beta > 0). With beta 0 the KL is
+    still reported when logp_ref is given.
+    logp_sampler: what the sampler reported, when it may differ from logp_old. sampler_correction weights the policy
+    term by w = exp(logp_old - logp_sampler), per token or as the product over the sequence, without gradient; above
+    sampler_cap it is cut to it ("truncate") or the token is left out but still counted in N ("mask").
+    gap_mask: [B], or [B, T], true where the gap between logp_old and logp_sampler is measured; None: at every trained
+    token. It decides about the statistics alone, never about the loss.
+
+    Raises ConfigError for an unknown axis value, a negative or non-finite clip bound or beta, dual_clip <= 1, beta > 0
+    without logp_ref or with k1, a sampler correction without logp_sampler, "constant" with neither L nor N.
+    Sources: the rows of PRESETS; correction: Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training" (truncated, token), Liu et al. 2025, "When speed kills stability" (masked, sequence).
+    """
+    check_axes(clip=clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, beta=beta, kl=kl, ratio=ratio)
+    check_axes(
         aggregate=aggregate, sampler_correction=sampler_correction, sampler_mode=sampler_mode, sampler_cap=sampler_cap
     )
     if beta > 0 and (logp_ref is None or kl == "k1"):
@@ -258,7 +293,8 @@ def clipped_objective(
         log_w = old - _read(logp_sampler.detach(), mask)
         weight = _sampler_weight(log_w, sampler_correction, sampler_mode, sampler_cap)
         surrogate = weight * surrogate
-        numbers |= _sampler_numbers(log_w, weight, mask)
+        measured = mask if gap_mask is None else mask & _rows(gap_mask, mask)
+        numbers |= _sampler_numbers(log_w, weight, measured)
     loss = numbers["policy_loss"] = _aggregated(-surrogate, mask, aggregate, denominator)
     if logp_ref is not None:
         divergence = kl_estimate(new, _read(logp_ref.detach(), mask), kl)
@@ -270,9 +306,21 @@ def clipped_objective(
     return loss.to(new.dtype), ObjectiveStats(**dict(zip(numbers, values, strict=True)))
 
 
-def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: str = "k3") -> Tensor:
-    """Estimate of the KL to the reference per token, d = logp_ref - logp: k1 = -d, k2 = d^2/2, k3 = exp(d) - d - 1."""
-    _check(kl=kl)
+def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: KL = "k3") -> Tensor:
+    """KL of the policy to the reference, estimated per token drawn from the policy; d = logp_ref - logp.
+
+        k3 = exp(d) - d - 1   at least 0, unbiased for KL(policy || ref); as a loss its on-policy gradient is that of
+                              the forward KL(ref || policy). Past d = 20 it goes on along its tangent: value and
+                              gradient are finite and not zero at +-100
+        k2 = d^2 / 2          at least 0, biased; as a loss its on-policy gradient is that of the reverse
+                              KL(policy || ref)
+        k1 = -d               unbiased, either sign; as a loss its on-policy gradient is 0 in expectation: refused there
+
+    Arguments and result have one shape; the result is at least fp32. Differentiable in logp. Raises ConfigError for an
+    unknown kl.
+    Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath, arXiv:2402.03300, eq. 4.
+    """
+    check_axes(kl=kl)
     assert logp.shape == logp_ref.shape, f"log-probabilities {tuple(logp.shape)}, reference {tuple(logp_ref.shape)}"
     d = _wide(logp_ref) - _wide(logp)  # fp16 ends at exp(11)
     if kl == "k1":
@@ -289,7 +337,7 @@ def _exp(x: Tensor) -> Tensor:
     return torch.exp(near) * (1 + (x - near))
 
 
-def _surrogate(q: Tensor, A: Tensor, logp: Tensor, clip: str, low: float, high: float, dual_clip: float) -> Tensor:
+def _surrogate(q: Tensor, A: Tensor, logp: Tensor, clip: Clip, low: float, high: float, dual_clip: float) -> Tensor:
     """What is maximized, per token: min(q A, clip(q) A), its dual clip, or CISPO's constant weight times A logp."""
     clipped = q.clamp(1 - low, 1 + high)
     if clip == "cispo":
@@ -300,7 +348,7 @@ def _surrogate(q: Tensor, A: Tensor, logp: Tensor, clip: str, low: float, high: 
     return pessimistic
 
 
-def _sampler_weight(log_w: Tensor, level: str, mode: str, cap: float) -> Tensor:
+def _sampler_weight(log_w: Tensor, level: SamplerCorrection, mode: SamplerMode, cap: float) -> Tensor:
     """Importance weight of the trainer's old policy over the sampler; above the cap it is cut to it, or to 0."""
     if level == "none":
         return torch.ones_like(log_w)
@@ -316,6 +364,14 @@ def _token_mask(logp: Tensor, mask: Tensor | None) -> Tensor:
     return mask.unsqueeze(-1) if mask.ndim == 1 else mask
 
 
+def _rows(x: Tensor, mask: Tensor) -> Tensor:
+    """A mask [B, T], or [B] with one flag per row, as bool on the device of `mask`, to be broadcast over it."""
+    x = x.to(mask.device, torch.bool)
+    x = x.unsqueeze(-1) if x.ndim == 1 else x
+    assert x.shape in (mask.shape, (len(mask), 1)), f"{tuple(x.shape)} does not fit {tuple(mask.shape)}"
+    return x
+
+
 def _wide(x: Tensor) -> Tensor:
     """At least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -329,7 +385,7 @@ def _read(x: Tensor, mask: Tensor, per_row: bool = False) -> Tensor:
     return torch.where(mask, _wide(x.to(mask.device)), 0.0)
 
 
-def _aggregated(x: Tensor, mask: Tensor, aggregate: str, denominator: float | Tensor) -> Tensor:
+def _aggregated(x: Tensor, mask: Tensor, aggregate: Aggregate, denominator: float | Tensor) -> Tensor:
     """Tokens to rows, rows to one number, over the step's denominator (0 when nothing is trained: the sum is 0)."""
     n = float(denominator)
     assert 0 < n < math.inf or not mask.any(), f"denominator {n} for {int(mask.sum())} trained tokens"
@@ -348,7 +404,7 @@ def _largest(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _policy_numbers(
-    q: Tensor, A: Tensor, mask: Tensor, clip: str, low: float, high: float, dual_clip: float
+    q: Tensor, A: Tensor, mask: Tensor, clip: Clip, low: float, high: float, dual_clip: float
 ) -> dict[str, Tensor]:
     """Sums for ObjectiveStats. A bound stops a token only if A pushes q beyond it; CISPO caps its weight either way."""
     live, moves = mask.any(-1), mask & (A != 0)
@@ -377,18 +433,6 @@ def _sampler_numbers(log_w: Tensor, weight: Tensor, mask: Tensor) -> dict[str, T
         "gap_kl": _total(kl_estimate(torch.zeros_like(log_w), log_w), mask),
         "weight_sum": _total(weight, mask),
     }
-
-
-def _check(**axes: Any) -> None:
-    """Refuse a name that is no choice of its axis and a number outside its bounds."""
-    for name, value in axes.items():
-        choices = _CHOICES.get(name)
-        if choices and value not in choices:
-            raise ConfigError(f"{name} is {value!r}: use {' or '.join(map(repr, choices))}")
-        above = _ABOVE.get(name)
-        if not choices and not (0 <= value < math.inf and (above is None or value > above)):
-            bound = "of at least 0" if above is None else f"above {above:g}"
-            raise ConfigError(f"{name} is {value}: use a finite number {bound}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

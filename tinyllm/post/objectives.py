@@ -1,45 +1,49 @@
 """What a run minimizes, as the loop sees it: how groups become a batch, and a micro-batch a loss.
 
-GRPO, SFT and DPO are rows of one table; trainer, updater and replay do not know which they run.
+GRPO, SFT and DPO are rows of one table; trainer, updater and replay do not know which of them a run minimizes.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from tinyllm.config.sections import Config, GRPOConfig
-from tinyllm.post.batch import Batch, BatchRules, make_batch, objective_axes, padded
+from tinyllm.config.sections import Config, DPOConfig, GRPOConfig
+from tinyllm.post.batch import Batch, BatchRules, make_batch, padded
 from tinyllm.post.dpo import DPOObjective
 from tinyllm.post.grpo import ObjectiveStats, clipped_objective
 from tinyllm.post.sft import SFTObjective
-from tinyllm.records import Completion, Group, Revision
+from tinyllm.records import Group, Revision
+
+S = TypeVar("S")
+"""Statistics of an objective: frozen sums with `tokens` among them, which `+` merges over micro-batches and ranks."""
 
 
-class Objective(Protocol):
-    """A loss over recorded groups. Statistics are frozen sums that add up over micro-batches, `tokens` among them."""
+class Objective(Protocol[S]):
+    """A loss over recorded groups, with its statistics S."""
 
     needs_reference: bool
     """Whether the loss reads the reference policy's log-probabilities."""
     temperature: float
     """Of the log-probabilities."""
     updates_per_batch: int
-    max_gap: float
-    """Training stops when sampler and trainer differ by more nats per token; 0 = never."""
-    empty: Any
+    """Optimizer steps on each batch."""
+    empty: S
     """Statistics of nothing."""
 
     def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
-        """Rows, advantages, denominator, micro-batches."""
+        """Rows, advantages, mask, denominator and micro-batches; revision: that is being trained."""
         ...
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
-        """Log-probabilities of a row under the policy that drew it; first: the trainer's, of the batch's first pass."""
+        """Log-probabilities of a row's trained tokens under the policy that sampled them, [n].
+
+        first: the trainer's own, of the batch's first pass.
+        """
         ...
 
     def loss(
@@ -49,22 +53,27 @@ class Objective(Protocol):
         logp: Sequence[Tensor],
         old: Sequence[Tensor],
         reference: Sequence[Tensor] | None,
-    ) -> tuple[Tensor, Any]:
-        """(share of the step's loss, statistics) of a micro-batch: one tensor per row, [completion length] each.
+    ) -> tuple[Tensor, S]:
+        """(share of the step's loss, statistics) of a micro-batch: one tensor per row, one number per trained token.
 
         logp is differentiable; old is what `old` gave, reference that of the reference policy.
         """
         ...
 
-    def metrics(self, groups: Sequence[Group], batch: Batch, stats: Any, logged: Mapping[str, float]) -> dict[str, Any]:
+    def stop_reason(self, stats: S) -> str | None:
+        """Why training must stop before the first pass over a batch changes any weight, or None."""
+        ...
+
+    def metrics(self, groups: Sequence[Group], batch: Batch, stats: S, logged: Mapping[str, float]) -> dict[str, Any]:
         """Keys of metrics.jsonl that this objective adds; logged: what reward functions logged."""
         ...
 
 
-def objective_of(config: Config) -> Objective:
+def objective_of(config: Config) -> Objective[Any]:
     """The objective of a configuration, by its kind."""
-    kinds: Mapping[str, Any] = {"grpo": GRPOObjective, "sft": SFTObjective, "dpo": DPOObjective}
-    return kinds[config.kind](config)
+    if isinstance(config, GRPOConfig):
+        return GRPOObjective(config)
+    return DPOObjective(config) if isinstance(config, DPOConfig) else SFTObjective(config)
 
 
 class GRPOObjective:
@@ -73,23 +82,20 @@ class GRPOObjective:
     empty = ObjectiveStats()
 
     def __init__(self, config: GRPOConfig) -> None:
-        self.axes, self.rules = objective_axes(config), BatchRules.of(config)
+        self.rules = BatchRules.of(config)
+        self.axes = self.rules.axes
         self.temperature = config.sampling.temperature
         self.updates_per_batch = config.train.updates_per_batch
-        self.needs_reference = self.axes["beta"] > 0
+        self.needs_reference = self.axes.beta > 0
         self.max_gap = config.engine.max_gap if config.engine.urls else 0.0
-        chosen = config.objective
-        if chosen.sampler_correction == "none" or chosen.sampler_cap >= 1:
-            self._weight_of_one = 1.0
-        else:
-            self._weight_of_one = chosen.sampler_cap if chosen.sampler_mode == "truncate" else 0.0
 
     def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
-        return replace(make_batch(groups, self.rules), revision=revision)
+        """Groups with their advantages; revision: that is being trained, None for on-policy."""
+        return make_batch(groups, self.rules, revision)
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
-        """The first pass's for a row that the trained weights drew; where older ones had a part, what was recorded."""
-        return first if batch.is_current(row) else _recorded(batch.rollouts[row].completion, first.device)
+        """The first pass's for a row of the trained revision; where older weights had a part, what was recorded."""
+        return first if batch.is_current(row) else _recorded(batch, row, first.device)
 
     def loss(
         self,
@@ -99,21 +105,34 @@ class GRPOObjective:
         old: Sequence[Tensor],
         reference: Sequence[Tensor] | None,
     ) -> tuple[Tensor, ObjectiveStats]:
+        """The micro-batch's share of clipped_objective.
+
+        The sampler gap is measured on rows of the trained revision: for older ones `old` is the record itself.
+        """
         values, mask = padded(logp)
         device = values.device
-        sampler = [_recorded(batch.rollouts[row].completion, device) for row in rows]
-        loss, stats = clipped_objective(
+        return clipped_objective(
             values,
             padded(old)[0],
             batch.advantages[list(rows)].to(device, torch.float32),
             mask,
             logp_ref=padded(reference)[0] if reference is not None else None,
-            logp_sampler=padded(sampler)[0],
+            logp_sampler=padded([_recorded(batch, row, device) for row in rows])[0],
+            gap_mask=torch.tensor([batch.is_current(row) for row in rows]),
             denominator=batch.denominator,
-            **self.axes,
+            **self.axes.arguments("loss"),
         )
-        older = sum(len(batch.rollouts[row].completion.token_ids) for row in rows if not batch.is_current(row))
-        return loss, _without_older(stats, older, self._weight_of_one)
+
+    def stop_reason(self, stats: ObjectiveStats) -> str | None:
+        """With servers: that they sample from another distribution, by more than engine.max_gap."""
+        gap = stats.sampler_gap
+        if not self.max_gap or gap is None or gap <= self.max_gap:
+            return None
+        return (
+            f"sampler and trainer log-probabilities differ by {gap:.3g} nats per token (at most {stats.gap_max:.3g}), "
+            f"more than engine.max_gap = {self.max_gap:g}; the weights are those before this step. "
+            "Check that the servers run this model, in this precision, with log-probabilities after temperature"
+        )
 
     def metrics(
         self, groups: Sequence[Group], batch: Batch, stats: ObjectiveStats, logged: Mapping[str, float]
@@ -134,32 +153,17 @@ class GRPOObjective:
         }
 
 
-def _recorded(completion: Completion, device: torch.device) -> Tensor:
-    """What the sampler recorded, [T] fp32: the same bits that it computed."""
-    return torch.tensor(completion.logprobs, dtype=torch.float32, device=device)
-
-
-def _without_older(stats: ObjectiveStats, older: int, weight: float) -> ObjectiveStats:
-    """The sampler gap is that of the weights which are trained: for older tokens both sides are the record, gap 0.
-
-    weight: what the correction gives a token without a gap.
-    """
-    if not older:
-        return stats
-    return replace(
-        stats,
-        gap_tokens=stats.gap_tokens - older,
-        gap_equal=stats.gap_equal - older,
-        weight_sum=stats.weight_sum - older * weight,
-    )
+def _recorded(batch: Batch, row: int, device: torch.device) -> Tensor:
+    """The sampler's log-probabilities of a row's trained tokens, [n] fp32: the same bits that it computed."""
+    return torch.tensor(batch.recorded(row), dtype=torch.float32, device=device)
 
 
 def _lag_metrics(batch: Batch) -> dict[str, Any]:
-    """How many optimizer steps older than the trained weights those were that drew the tokens: mean and largest."""
-    spans = [span for r in batch.rollouts for span in r.completion.all_spans if span.end > span.start]
+    """Mean and largest lag of the sampled tokens: the trained revision's step minus that of the sampling revision."""
+    spans = [s for r in batch.rollouts for s in r.completion.all_spans if s.revision is not None and s.end > s.start]
     if batch.revision is None or not spans:
         return {"lag_mean": None, "lag_max": None}
-    lags = [batch.revision.step - span.revision.step for span in spans]
+    lags = [batch.revision.step - span.revision.step for span in spans if span.revision is not None]
     sizes = [span.end - span.start for span in spans]
     total = sum(lag * size for lag, size in zip(lags, sizes, strict=True))
     return {"lag_mean": total / sum(sizes), "lag_max": max(lags)}
@@ -197,9 +201,11 @@ def _reward_metrics(groups: Sequence[Group], batch: Batch, logged: Mapping[str, 
 
 
 def _any_signal(batch: Batch, group: int, size: int) -> bool:
+    """Whether any of a group's `size` rows has an advantage other than 0."""
     start = sum(len(g.rollouts) for g in batch.groups[:group])
     return bool((batch.advantages[start : start + size] != 0).any())
 
 
 def mean(values: Sequence[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
     return sum(values) / len(values) if values else None

@@ -69,6 +69,7 @@ class Optimizer:
 
     @property
     def has_masters(self) -> bool:
+        """Whether any parameter computes in less than fp32 and so has a master of its own."""
         return any(self.masters[name] is not p for name, p in self.parameters.items())
 
     def gradients(self) -> dict[str, Tensor]:
@@ -94,6 +95,7 @@ class Optimizer:
         return self._first(n for n, p in self.parameters.items() if not local(p).sum().isfinite())
 
     def _first(self, names: Iterable[str]) -> str | None:
+        """The first name that any rank gives, in the order of ranks."""
         return next((name for name in self.ranks.gather(next(iter(names), None)) if name is not None), None)
 
     @torch.no_grad()
@@ -130,7 +132,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restores what `tensors` gave, bit for bit, on any number of ranks; here every tensor is whole."""
+        """Restores what `tensors` gave, bit for bit, on any number of ranks; the given tensors are whole, no shards."""
         exact = groups.get("masters", groups["weights"])  # weights in fp32 are their own masters
         for name, p in self.parameters.items():
             p.copy_(like(groups["weights"][name], p))

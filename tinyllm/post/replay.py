@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tinyllm.axes import PRESETS
 from tinyllm.callbacks import Callback
 from tinyllm.config.io import overlay
 from tinyllm.config.sections import Config, EngineConfig, GRPOConfig, PoolConfig
@@ -28,7 +29,7 @@ from tinyllm.errors import ConfigError, RunError
 from tinyllm.model import models
 from tinyllm.post.batch import Batch
 from tinyllm.post.build import Run, build_run
-from tinyllm.post.grpo import PRESETS, group_rollouts, judge_completions
+from tinyllm.post.grpo import group_rollouts, judge_completions
 from tinyllm.post.optimizer import learning_rate
 from tinyllm.post.trainer import derived_columns, hash_verdicts, step_metrics
 from tinyllm.post.update import UpdateResult
@@ -302,7 +303,9 @@ class _Player:
                 rollout = batch.rollouts[index]
                 if not batch.is_current(index):
                     continue
-                for i, (was, now) in enumerate(zip(rollout.completion.logprobs, logp.tolist(), strict=True)):
+                for i, (was, now) in zip(
+                    batch.positions(index), zip(batch.recorded(index), logp.tolist(), strict=True), strict=True
+                ):
                     if was != now:
                         name = (
                             f"row {index} (prompt {rollout.completion.prompt_id}, sample {rollout.completion.sample})"

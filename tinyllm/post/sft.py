@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the likelihood of given completions.
 
-Standard library, torch and records only. Legend: B completions, T tokens (padded), N trained tokens of the whole step.
+Legend: B completions, T tokens (padded), N trained tokens of the whole step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyllm.post.batch import Batch, padded, split_microbatches
+from tinyllm.config.sections import SFTConfig
+from tinyllm.post.batch import Batch, flatten_groups, padded, sampled_mask, split_microbatches
 from tinyllm.records import Group, Revision
 
 
@@ -35,6 +36,7 @@ class SFTStats:
     tokens: float = 0.0
 
     def __add__(self, other: SFTStats) -> SFTStats:
+        """Sum of sums."""
         return SFTStats(self.tokens + other.tokens)
 
 
@@ -44,38 +46,45 @@ class SFTObjective:
     needs_reference = False
     temperature = 1.0
     updates_per_batch = 1
-    max_gap = 0.0
     empty = SFTStats()
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: SFTConfig) -> None:
         self.budget = config.train.tokens_per_microbatch
 
     def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
-        """All rows, in order; the denominator is the number of their tokens."""
-        rollouts = tuple(r for g in groups for r in g.rollouts)
-        prompts = tuple(g.prompt.token_ids for g in groups for _ in g.rollouts)
-        ones = torch.ones(len(rollouts), dtype=torch.float64)
+        """All rows, in order; the denominator is the number of their trained tokens."""
+        prompts, rollouts = flatten_groups(groups)
+        ones, mask = torch.ones(len(rollouts), dtype=torch.float64), sampled_mask(rollouts)
         return Batch(
             groups=tuple(groups),
             prompts=prompts,
             rollouts=rollouts,
             rewards=ones,
             advantages=ones,
-            trained=ones.bool(),
-            denominator=float(sum(len(r.completion.token_ids) for r in rollouts)),
+            mask=mask,
+            denominator=float(mask.sum()),
             microbatches=split_microbatches(prompts, rollouts, [(row,) for row in range(len(rollouts))], self.budget),
+            revision=revision,
         )
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
-        """The loss does not read them."""
+        """The first pass's; the loss does not read them."""
         return first
 
     def loss(
-        self, batch: Batch, rows: Sequence[int], logp: Sequence[Tensor], old: Any, reference: Any
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        logp: Sequence[Tensor],
+        old: Sequence[Tensor],
+        reference: Sequence[Tensor] | None,
     ) -> tuple[Tensor, SFTStats]:
-        """This micro-batch's share of the step's loss; logp has one tensor per row."""
+        """This micro-batch's share of the step's loss; logp has one tensor per row, one number per trained token."""
         values, mask = padded(logp)
         return sft_loss(values, mask, batch.denominator), SFTStats(float(mask.sum()))
+
+    def stop_reason(self, stats: SFTStats) -> None:
+        """Nothing was sampled, so no sampler can differ from the trainer."""
 
     def metrics(
         self, groups: Sequence[Group], batch: Batch, stats: SFTStats, logged: Mapping[str, float]

@@ -210,7 +210,7 @@ class Trainer:
 
 
 def step_metrics(
-    objective: Objective, step: Step, batch: Batch, update: UpdateResult, revision: Revision, lr: float
+    objective: Objective[Any], step: Step, batch: Batch, update: UpdateResult, revision: Revision, lr: float
 ) -> dict[str, Any]:
     """One line of metrics.jsonl. Means over nothing are None, never NaN."""
     rollouts = [r for g in step.groups for r in g.rollouts]
@@ -239,10 +239,10 @@ def step_metrics(
 
 def derived_columns(
     batch: Batch, update: UpdateResult
-) -> tuple[list[tuple[str, int]], list[float], dict[int, list[float]]]:
+) -> tuple[list[tuple[str, int]], list[float], dict[int, list[float | None]]]:
     """What RunDir.write_derived keeps of a trained batch: (group, sample), advantage and log-probabilities by row."""
     names = [(g.id, r.completion.sample) for g in batch.groups for r in g.rollouts]
-    return names, batch.advantages.tolist(), {row: x.tolist() for row, x in update.logprobs.items()}
+    return names, batch.advantages.tolist(), {row: batch.spread(row, x.tolist()) for row, x in update.logprobs.items()}
 
 
 def hash_verdicts(groups: Sequence[Group]) -> str:

@@ -8,6 +8,7 @@ Each row carries the hash of its content, the file the hash of all of them: a ch
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from tinyllm.errors import RewardError, RunError
 from tinyllm.record.hashing import hash_bytes, hash_json
 from tinyllm.records import Completion, Group, Logged, Prompt, Revision, RevisionSpan, Rollout, Step, Verdict
 
+# policy_step and policy_hash are null where the environment gave the tokens
 SPANS = pa.list_(
     pa.struct([("policy_step", pa.int64()), ("policy_hash", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 )
@@ -36,7 +38,10 @@ SCHEMA = pa.schema(
         ("sample", pa.int32()),
         ("policy_step", pa.int64()),  # the optimizer step of the weights that sampled it
         ("policy_hash", pa.string()),  # the hash of their content
-        ("spans", SPANS),  # null: every token is of these weights; else which weights drew tokens [start, end)
+        (
+            "spans",
+            SPANS,
+        ),  # null: all tokens are of these weights; else what gave tokens [start, end), see SPANS
         ("prompt", pa.string()),
         ("completion", pa.string()),
         ("reward", pa.float64()),  # null: unscored, for the reason beside it
@@ -48,7 +53,7 @@ SCHEMA = pa.schema(
         ("seed_key", pa.uint64()),
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("completion_token_ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float64())),
+        ("logprobs", pa.list_(pa.float64())),  # null within: a token that the environment gave
         ("messages", pa.string()),  # JSON; null: the prompt is raw text
         ("row", pa.string()),  # JSON: the task row
         ("extra", pa.string()),  # JSON: what the reward function logged
@@ -181,12 +186,13 @@ def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
 
 
 def _span_columns(span: RevisionSpan) -> dict[str, Any]:
-    revision = span.revision
-    return {"policy_step": revision.step, "policy_hash": revision.hash, "start": span.start, "end": span.end}
+    step, weights = (None, None) if span.revision is None else (span.revision.step, span.revision.hash)
+    return {"policy_step": step, "policy_hash": weights, "start": span.start, "end": span.end}
 
 
 def _span(row: Mapping[str, Any]) -> RevisionSpan:
-    return RevisionSpan(Revision(row["policy_step"], row["policy_hash"]), row["start"], row["end"])
+    step, weights = row["policy_step"], row["policy_hash"]
+    return RevisionSpan(None if step is None else Revision(step, weights), row["start"], row["end"])
 
 
 def _group(rows: list[dict[str, Any]]) -> Group:
@@ -232,7 +238,7 @@ def _row_hash(row: Mapping[str, Any]) -> str:
     """Hash of everything in a row but its hash; lists of numbers by their bytes, so that it is quick."""
     digest = xxhash.xxh3_128()
     for name, code in (("prompt_token_ids", "i"), ("completion_token_ids", "i"), ("logprobs", "d")):
-        numbers = array(code, row[name])
+        numbers = array(code, [math.nan if x is None else x for x in row[name]])  # what is recorded is never NaN
         digest.update(len(numbers).to_bytes(8, "little"))
         digest.update(numbers.tobytes())
     rest = {name: value for name, value in row.items() if not isinstance(value, tuple | list) and name != "row_hash"}

@@ -65,7 +65,7 @@ def _title(run: RunDir, train: Rows, evals: Rows) -> str:
     config, data = run.config, run.config.data
     source = str(data.file or data.dataset or getattr(data, "from_run", None) or getattr(data, "task", "?"))
     name = Path(config.model.name).name
-    how = config.objective.preset if config.kind == "grpo" else config.kind
+    how = config.objective.name if config.kind == "grpo" else config.kind
     parts = [f"{name} on {Path(source).name}", f"{len(train)} steps, {how}, seed {config.seed}"]
     scores = [score for row in evals if (score := held_out_score(row))]
     if len(scores) > 1:

@@ -182,7 +182,7 @@ class ReplayProgress(Callback):
 def headline(info: RunInfo) -> str:
     """What is about to be trained, on what, and where it is written."""
     config, facts = info.config, info.facts
-    how = config.objective.preset if isinstance(config, GRPOConfig) else config.kind
+    how = _objective(config) if isinstance(config, GRPOConfig) else config.kind
     what = f"{Path(config.model.name).name} on {source_name(config)}, {how}, seed {config.seed}"
     if info.first_step > 1:
         what += f", going on with step {info.first_step}"
@@ -196,6 +196,13 @@ def headline(info: RunInfo) -> str:
     if facts.get("skipped_rows"):
         told.append(f"{facts['skipped_rows']:,} bad rows skipped")
     return "\n".join(line for line in (what, "; ".join(told), f"run directory {info.path}") if line)
+
+
+def _objective(config: GRPOConfig) -> str:
+    """The preset and the weight of its KL, with who chose that weight."""
+    beta = config.objective.axes.beta
+    by_preset = config.objective.preset is not None and config.objective.beta is None
+    return f"{config.objective.name} with beta {beta:g}" + (" (the preset's)" if by_preset else "")
 
 
 def source_name(config: Config) -> str:

@@ -148,7 +148,7 @@ def _axes(run: RunDir) -> dict[str, Any]:
     from tinyllm.post.batch import objective_axes
 
     axes = objective_axes(run.config)
-    return {name: axes[name] for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip")}
+    return {name: getattr(axes, name) for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip")}
 
 
 # Sections
