@@ -27,10 +27,10 @@ def test_a_late_answer_is_cut_off_and_never_a_second_rollout():
         return Reply(200, {}, delay_s=1.0) if number == 1 else None
 
     params = SamplingParams(max_new_tokens=6, seed=3)
-    done, client, server = one(script=script, params=params, patience=RetryPolicy(3, 0.8, 0.01))
-    books = client.accounting
+    done, client, server = one(script=script, params=params, retry_policy=RetryPolicy(3, 0.8, 0.01))
+    accounting = client.accounting
     assert len(done) == 1 and done[0].finish_reason == "length" and len(set(seen)) == 2
-    assert (books.requested, books.accepted, books.attempts, books.cut_off) == (1, 1, 2, 1)
+    assert (accounting.requested, accounting.accepted, accounting.attempts, accounting.cut_off) == (1, 1, 2, 1)
 
 
 def test_an_answer_with_another_id_is_refused():
@@ -96,7 +96,7 @@ def test_a_request_that_is_never_answered_does_not_hold_up_the_step(caplog):
         return Reply(hang_up=True, delay_s=3.0) if hangs else None
 
     with caplog.at_level(logging.WARNING):
-        done, client, _ = one(script=script, count=8, patience=RetryPolicy(2, 1.2, 0.01))
+        done, client, _ = one(script=script, count=8, retry_policy=RetryPolicy(2, 1.2, 0.01))
     assert [c.finish_reason for c in done].count("error") == 1 and tried[once] == 2
     assert str(done[13].error).startswith("no answer in time")
     assert "1 of 16 completions failed, the first that of prompt 'p6', sample 1: no answer in time" in caplog.text

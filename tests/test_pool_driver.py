@@ -83,8 +83,8 @@ class PlayedPool:
         with self.came:
             assert self.came.wait_for(lambda: len(self.done) >= count or self.errors, WAIT_S)
         assert not self.errors, self.errors
-        assert Counter(done.work.number for done in self.done) == Counter(range(count))
-        return sorted(self.done, key=lambda done: done.work.number)
+        assert Counter(done.request.number for done in self.done) == Counter(range(count))
+        return sorted(self.done, key=lambda done: done.request.number)
 
     def error(self):
         with self.came:
@@ -193,7 +193,7 @@ def test_a_hung_worker_is_replaced_and_its_late_answer_dropped(played):
     pool.driver.submit(requests(1, step=2))
     with pool.came:
         assert pool.came.wait_for(lambda: len(pool.done) == 4, WAIT_S)
-    assert [done.work.step for done in pool.done].count(1) == 3
+    assert [done.request.step for done in pool.done].count(1) == 3
 
 
 def test_a_group_that_kills_its_workers_ends_with_the_reason_and_takes_no_other_with_it(played):

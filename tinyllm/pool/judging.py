@@ -36,7 +36,7 @@ class _Given:
 
 
 class Judge:
-    """Verifies one group after another; `work` is that of cluster/pool/workers.py."""
+    """Verifies one group after another; see workers.py for `work`."""
 
     def __init__(self, verify: Any) -> None:
         self.verify = verify

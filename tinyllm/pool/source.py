@@ -24,6 +24,7 @@ from tinyllm.pool.driver import Driver
 from tinyllm.pool.engine_worker import EngineSpec, EngineWorker, to_arrays, trained_parameters
 from tinyllm.pool.judging import Judge, Judged, build_judge, without_verdict
 from tinyllm.pool.ray_workers import RayCluster
+from tinyllm.pool.served_workers import served_group
 from tinyllm.pool.state import GroupRequest, GroupResult
 from tinyllm.pool.workers import ThreadWorker, WorkerGroup
 from tinyllm.post.batch import BatchRules
@@ -60,7 +61,7 @@ class Pool:
         self.cluster: RayCluster | None = None
         self.embedded = isinstance(engine, Engine)
         self.changed = threading.Condition()
-        self.done: Callable[[GroupResult], None] = lambda done: None
+        self.done: Callable[[GroupResult[Judged]], None] = lambda done: None
         self.error: BaseException | None = None
         settings = config.pool
         parameters = dict(trained_parameters(engine.policy.model))
@@ -85,7 +86,7 @@ class Pool:
         config, settings = self.config, self.config.pool
         if not self.embedded:
             groups = max(1, config.engine.max_concurrent // config.sampling.group_size)
-            return self.engine.workers(groups, settings.max_lag)
+            return served_group(self.engine, groups)
         if self.engine.policy.device.type != "cpu":
             raise ConfigError(
                 f"pool.engines = {settings.engines}: they sample on CPUs, and the model is on "
@@ -209,15 +210,15 @@ class PoolSource:
             [GroupRequest(number, i, step.prompts[i], params) for i in range(first, len(step.prompts))]
         )
 
-    def _done(self, done: GroupResult) -> None:
+    def _done(self, done: GroupResult[Judged]) -> None:
         """A group has come back (in the driver's thread)."""
-        judged: Judged = done.result
+        judged = done.result
         with self.pool.changed:
-            step = self._steps[done.work.step]
-            step.judged[done.work.number] = judged
-            self._lines.append(ledger_line(done.work.step, judged.group, vars(done.trace)))
+            step = self._steps[done.request.step]
+            step.judged[done.request.number] = judged
+            self._lines.append(ledger_line(done.request.step, judged.group, vars(done.trace)))
             if len(step.judged) == len(step.prompts):
-                self._settle(done.work.step, step)
+                self._settle(done.request.step, step)
             self.pool.changed.notify_all()
 
     def _settle(self, number: int, step: _Step) -> None:
@@ -288,5 +289,7 @@ class PoolSource:
         for group in groups:
             for rollout in group.rollouts:
                 for span in rollout.completion.all_spans if rollout.completion.token_ids else ():
+                    if span.revision is None:
+                        continue
                     lag = number - 1 - span.revision.step
                     assert 0 <= lag <= self.max_lag, (number, group.id, span, self.max_lag)

@@ -91,7 +91,7 @@ def replay(
     run = RunDir.read(path)
     first, last = _range(run, steps)
     config = _here(run, _what_if(run.config, sample, objective, reward), sample)
-    parts = make_parts(replace(config, eval=replace(config.eval, every=0)), None, callbacks)
+    parts = make_parts(replace(config, eval=replace(config.eval, every=0)), None, callbacks, run.path)
     try:
         player = _Player(run, parts, sample, tolerance, compare=objective is None and reward is None)
         done, divergence = 0, None

@@ -16,7 +16,7 @@ from tinyllm.config.sections import Config, GRPOConfig
 from tinyllm.distributed.ranks import current_ranks, several
 from tinyllm.distributed.shared_run import shared_run
 from tinyllm.engine.engine import Engine
-from tinyllm.engine.remote.served import ServedEngine
+from tinyllm.engine.remote.served import ServedEngine, make_served_engine, weights_folder
 from tinyllm.errors import ConfigError, DataError, RunError
 from tinyllm.model import models
 from tinyllm.pool.judging import OneAtATime
@@ -45,7 +45,7 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None, callbacks
     ranks = current_ranks()
     # Before anything is loaded
     path = ranks.on_main(lambda: RunDir.require_free(Path(config.run.dir) if config.run.dir else new_run_path()))
-    parts = make_parts(config, reward, callbacks)
+    parts = make_parts(config, reward, callbacks, path)
     try:
         manifest = parts.manifest()
         with shared_run(ranks, lambda: RunDir.create(path, manifest)) as run:
@@ -69,7 +69,9 @@ def resume(
     """
     ranks = current_ranks()
     with shared_run(ranks, lambda: RunDir.open(path)) as run:
-        parts = make_parts(make_config(run.config, engine=engine) if engine else run.config, reward, callbacks)
+        parts = make_parts(
+            make_config(run.config, engine=engine) if engine else run.config, reward, callbacks, run.path
+        )
         try:
             parts.require_same_start(run)
             progress = Progress()
@@ -88,10 +90,10 @@ def resume(
             parts.close()
 
 
-def make_parts(config: Config, reward: Callable[..., Any] | None, callbacks: Sequence[Callback]) -> Parts:
-    """The parts of a run of this kind."""
+def make_parts(config: Config, reward: Callable[..., Any] | None, callbacks: Sequence[Callback], path: Path) -> Parts:
+    """The parts of a run of this kind, whose records are at path."""
     if isinstance(config, GRPOConfig):
-        return GRPOParts(config, reward, callbacks)
+        return GRPOParts(config, reward, callbacks, path)
     assert reward is None, "SFT and DPO are given what is right, and judge nothing"
     return ExampleParts(config, callbacks)
 
@@ -99,8 +101,11 @@ def make_parts(config: Config, reward: Callable[..., Any] | None, callbacks: Seq
 class GRPOParts(Parts):
     """A run that samples and verifies."""
 
-    def __init__(self, config: GRPOConfig, reward: Callable[..., Any] | None, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self, config: GRPOConfig, reward: Callable[..., Any] | None, callbacks: Sequence[Callback], path: Path
+    ) -> None:
         _check(config)
+        self.path = path
         self.judged = config.reward if reward is None else replace(config.reward, functions=(reward,))  # type: ignore[arg-type]
         super().__init__(config if reward is None else _with_reward_name(config, reward), callbacks)
 
@@ -115,6 +120,8 @@ class GRPOParts(Parts):
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
+        elif isinstance(getattr(self, "engine", None), ServedEngine):
+            self.engine.close()
         self.verify.close()
 
     def longest(self) -> int:
@@ -150,22 +157,17 @@ class GRPOParts(Parts):
     def _served(self, prompts: Sequence[Prompt]) -> ServedEngine:
         self.phase("asking the servers")
         scorer = model_scorer(self.policy, 1.0, self.config.train.tokens_per_microbatch)
-        return ServedEngine(
+        return make_served_engine(
             self.config.engine,
             self.policy,
             self.tokenizer,
             prompts,
             self.params,
             score=lambda prompt, ids: scorer([(prompt, ids)])[0].tolist(),
+            folder=weights_folder(self.config.engine, self.path),
+            max_lag=self.config.pool.max_lag,
             ranks=self.ranks,
         )
-
-    def train(self, run: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
-        if isinstance(self.engine, ServedEngine):
-            shared = self.config.engine.folder
-            own = f"{run.path.name}-{hash_bytes(bytes(run.path.resolve()))[:8]}"  # others may be called the same
-            self.engine.publisher.folder = Path(shared) / own if shared else run.path / "weights"
-        return super().train(run, progress, recorded)
 
     def publish(self, revision: Revision) -> None:
         self.engine.publish(revision)
@@ -175,7 +177,7 @@ class GRPOParts(Parts):
 
     def own_facts(self) -> dict[str, Any]:
         facts = {"stop_token_ids": list(self.params.stop_token_ids), "verifier": self.verify.describe()}
-        return facts | ({"engine": self.engine.facts()} if isinstance(self.engine, ServedEngine) else {})
+        return facts | (dict(self.engine.facts()) if isinstance(self.engine, ServedEngine) else {})
 
     def require_same_start(self, run: RunDir) -> None:
         """And samples where it sampled: in process, or on servers of the same kind. Raises RunError."""
