@@ -34,7 +34,7 @@ _LOCAL = {
     "health_check_failure_threshold": 20,
     "worker_niceness": 0,
 }
-"""On one machine a slow process is not a dead one, and an engine gets the trainer's priority (Ray's default nice: 15)."""
+"""On one machine a slow process is not a dead one, and an engine has the trainer's priority (Ray's own nice: 15)."""
 
 
 def require_ray() -> None:
@@ -88,9 +88,8 @@ def _connect(address: str | None, workers: int, store_bytes: int) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     options: dict[str, Any] = {"address": address or "local", "include_dashboard": False, "log_to_driver": False}
     options |= {"logging_level": logging.ERROR, "configure_logging": False}
-    if (
-        address is None
-    ):  # num_cpus: processes started in advance; workers ask for no CPUs, so that all of them are placed
+    if address is None:
+        # num_cpus: how many processes are started in advance; workers ask for none, so that all of them are placed
         options |= {"num_cpus": workers, "object_store_memory": store_bytes, "_system_config": _LOCAL}
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     for attempt in range(1, _STARTS + 1):
@@ -114,7 +113,7 @@ def _connect(address: str | None, workers: int, store_bytes: int) -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """Environment for the processes that Ray starts: our modules, no usage reports. Restored in this process on exit."""
+    """Environment for the processes that Ray starts: our modules, no usage reports; restored here on exit."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     given = {
         "PYTHONPATH": paths,

@@ -120,8 +120,8 @@ class GRPOParts(Parts):
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
-        elif isinstance(getattr(self, "engine", None), ServedEngine):
-            self.engine.close()
+        elif isinstance(engine := getattr(self, "engine", None), ServedEngine):
+            engine.close()
         self.verify.close()
 
     def longest(self) -> int:

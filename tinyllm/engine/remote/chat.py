@@ -84,7 +84,7 @@ class ChatServer:
     async def _sample_one(
         self, http: Http, slots: asyncio.Semaphore, prompt: Prompt, params: SamplingParams
     ) -> list[Completion]:
-        """The completions of one prompt. A server may return fewer choices than asked for; the rest is requested again."""
+        """The completions of one prompt. A server may return fewer choices than n; the rest is requested again."""
         found: list[Completion] = []
         async with slots:
             while len(found) < params.n:
