@@ -170,7 +170,7 @@ BAD = {
 
 
 def test_a_bad_answer_is_a_failed_completion_with_its_reason():
-    """D10, C2, C3: one of two samples is bad each time; the other stays, nothing is filled in, the books close."""
+    """D10, C2, C3: one of two samples is bad each time; the other stays, nothing is filled in, all are accounted for."""
     params = SamplingParams(max_new_tokens=6, n=2, seed=1)  # no stop tokens: every completion has 6 tokens
     stopping = SamplingParams(max_new_tokens=6, n=2, seed=1, stop_token_ids=(STOP,))
     with scripted() as server:

@@ -1,4 +1,4 @@
-"""The rollout client when servers are late, lie, refuse or die: attempts, fencing, the end with each reason."""
+"""The rollout client when servers are late, lie, refuse or die: attempts, quarantine, the end with each reason."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_requests_are_spread_over_servers():
     assert 12 <= len(a.sampled) <= 28 and len(a.sampled) + len(b.sampled) == 40
 
 
-def test_a_server_that_dies_is_fenced_and_the_others_do_its_work(caplog):
+def test_a_server_that_dies_is_quarantined_and_the_others_do_its_work(caplog):
     with scripted() as a, scripted() as b:
         client = connect(a, b, max_concurrent=8)
 

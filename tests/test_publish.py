@@ -1,4 +1,4 @@
-"""Weights to servers: each way's conversation, and what happens to a server that did not take the update."""
+"""Weights to servers: each kind of transfer's conversation, and what happens to a server that did not take the update."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_server_that_did_not_take_the_update_gets_no_requests(tmp_path, fault,
 
 
 def test_a_canary_is_tried_again(tmp_path):
-    """A server that is busy for a moment is not fenced off."""
+    """A server that is busy for a moment is not quarantined."""
     with scripted() as server:
         client, publisher, policy = setup(tmp_path, server)
         server.script = lambda number, *_: Reply(503, {"error": "busy"}) if number == 1 else None
