@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 
@@ -10,7 +12,7 @@ import pytest
 from clients import PARAMS, connect, one, prompts
 from scripted import Reply, scripted
 
-from tinyllm.engine.remote.http import RetryPolicy
+from tinyllm.engine.remote.http import Portal, RetryPolicy
 from tinyllm.engine.sampling import seed_key
 from tinyllm.errors import EngineError
 from tinyllm.records import SamplingParams
@@ -140,3 +142,24 @@ def test_when_no_server_is_left_the_call_ends_with_each_reason():
         client.sample(prompts(4), PARAMS)
     assert a.url in str(caught.value) and b.url in str(caught.value)
     assert client.accounting.closed and client.accounting.failed["the call was stopped"] == 8
+
+
+# The event loop of a portal
+
+
+def test_a_portal_that_closes_cuts_off_its_requests_and_its_thread_ends():
+    portal, begun = Portal(), threading.Event()
+
+    def script(number, body, server):
+        begun.set()
+        return Reply(delay_s=2.0, hang_up=True)
+
+    with scripted() as server:
+        client = connect(server, run=portal.run)
+        server.script = script
+        waiting = portal.begin(lambda http: client.sample_within(http, asyncio.Semaphore(4), prompts(1), PARAMS))
+        assert begun.wait(60.0)
+        portal.close()
+        assert waiting.cancelled() and client.accounting.failed == {"the call was stopped": 2}
+        portal.close()
+        assert not any(thread is portal._thread for thread in threading.enumerate())
