@@ -12,9 +12,9 @@ PARAMS = SamplingParams(max_new_tokens=6, n=2, stop_token_ids=(STOP,), seed=3, s
 QUICK = RetryPolicy(attempts=3, deadline_s=20.0, pause_s=0.002)
 
 
-def connect(*servers, patience=QUICK, **options):
-    client = HTTPRolloutClient.connect([s.url for s in servers], vocab_size=VOCABULARY, **options)
-    client.patience = patience
+def connect(*servers, retry_policy=QUICK, **options):
+    urls = [s.url for s in servers]
+    client = HTTPRolloutClient.connect(urls, vocab_size=VOCABULARY, retry_policy=retry_policy, **options)
     for server in servers:
         server.sampled.clear()
     return client
@@ -24,10 +24,10 @@ def prompts(count):
     return [Prompt(f"p{i}", (3 + i % 40, 5, 7 + i // 40), f"prompt {i}") for i in range(count)]
 
 
-def one(kind="tinyllm", script=None, params=PARAMS, count=1, patience=QUICK, **options):
+def one(kind="tinyllm", script=None, params=PARAMS, count=1, retry_policy=QUICK, **options):
     """(completions, client, server) of one call."""
     with scripted(kind, None, **options) as server:
-        client = connect(server, patience=patience)
+        client = connect(server, retry_policy=retry_policy)
         server.script = script or server.script
         done = client.sample(prompts(count), params)
         assert client.accounting.closed

@@ -75,8 +75,8 @@ def test_it_keeps_the_contract_of_a_rollout_client(vllm, policy, tokenizer):
     stop = models.stop_token_ids(tokenizer, policy.causal)
     params = SamplingParams(max_new_tokens=24, n=4, temperature=0.8, stop_token_ids=stop)
     done = client.sample(prompts, params)
-    books = client.accounting
-    assert (books.requested, books.accepted, sum(books.failed.values()), books.attempts) == (32, 32, 0, 32)
+    count = client.accounting
+    assert (count.requested, count.accepted, sum(count.failed.values()), count.attempts) == (32, 32, 0, 32)
     assert [(c.prompt_id, c.sample) for c in done] == [(p.id, s) for p in prompts for s in range(4)]
     assert {c.finish_reason for c in done} == {"stop", "length"}
     for c in done:

@@ -293,11 +293,6 @@ def _resume(server: Scripted, body: Any, path: str) -> Any:
     return {"status": "resumed"}
 
 
-def _finish(server: Scripted, body: Any, path: str) -> Any:
-    server.version = body["weight_version"]
-    return {}
-
-
 def _server_info(server: Scripted, body: Any, path: str) -> Any:
     if server.mode is None:
         return _missing(server, body, path)
@@ -319,15 +314,8 @@ _PAGES: dict[tuple[str, str], Callable[[Scripted, Any, str], Any]] = {
     ("tinyllm", "/update_weights_from_disk"): _update,
     ("vllm", "/version"): lambda server, body, path: {"version": "0.32.0+cpu" if server.cpu else "0.32.0"},
     ("vllm", "/server_info"): _server_info,
-    ("vllm", "/weight_info"): lambda server, body, path: {"weight_version": server.version},
     ("vllm", "/v1/load_lora_adapter"): _load_adapter,
     ("vllm", "/v1/unload_lora_adapter"): _unload_adapter,
-    ("vllm", "/init_weight_transfer_engine"): lambda server, body, path: {"message": "ok"},
-    ("vllm", "/start_weight_update"): lambda server, body, path: {},
-    ("vllm", "/update_weights"): lambda server, body, path: {"message": "ok"},
-    ("vllm", "/finish_weight_update"): _finish,
-    ("vllm", "/pause"): _pause,
-    ("vllm", "/resume"): _resume,
     ("sglang", "/server_info"): lambda server, body, path: {"version": "0.5.23"},
     ("sglang", "/model_info"): lambda server, body, path: {"weight_version": server.version},
     ("sglang", "/update_weights_from_disk"): _update,

@@ -170,11 +170,11 @@ BAD = {
 
 
 def test_a_bad_answer_is_a_failed_completion_with_its_reason():
-    """D10, C2, C3: one of two samples is bad each time; the other stays, nothing is filled in, the books close."""
+    """D10, C2, C3: one of two samples is bad each time; the other stays, nothing is filled in, all are accounted for."""
     params = SamplingParams(max_new_tokens=6, n=2, seed=1)  # no stop tokens: every completion has 6 tokens
     stopping = SamplingParams(max_new_tokens=6, n=2, seed=1, stop_token_ids=(STOP,))
     with scripted() as server:
-        client = connect(server, patience=RetryPolicy(1, 5.0))
+        client = connect(server, retry_policy=RetryPolicy(1, 5.0))
         for name, (act, kind) in BAD.items():
             failed = Counter(client.accounting.failed)
             bad_key = seed_key(1, 0, "p0", 0, 1)
@@ -311,7 +311,7 @@ def test_addresses_and_names():
         with pytest.raises(EngineError, match="give each server once"):
             HTTPRolloutClient.connect([server.url, f"{server.url}/v1"])
     with pytest.raises(EngineError, match="no connection.*is a server running there"):
-        HTTPRolloutClient.connect([server.url], attempts=1)
+        HTTPRolloutClient.connect([server.url], retry_policy=RetryPolicy(attempts=1))
     with pytest.raises(EngineError, match="is no address; write it as in"):
         HTTPRolloutClient.connect(["localhost:8000"])
 

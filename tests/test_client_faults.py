@@ -1,8 +1,10 @@
-"""The rollout client when servers are late, lie, refuse or die: attempts, fencing, the end with each reason."""
+"""The rollout client when servers are late, lie, refuse or die: attempts, quarantine, the end with each reason."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 
@@ -10,7 +12,7 @@ import pytest
 from clients import PARAMS, connect, one, prompts
 from scripted import Reply, scripted
 
-from tinyllm.engine.remote.http import RetryPolicy
+from tinyllm.engine.remote.http import Portal, RetryPolicy
 from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import EngineError
 from tinyllm.records import SamplingParams
@@ -27,10 +29,10 @@ def test_a_late_answer_is_cut_off_and_never_a_second_rollout():
         return Reply(200, {}, delay_s=1.0) if number == 1 else None
 
     params = SamplingParams(max_new_tokens=6, seed=3)
-    done, client, server = one(script=script, params=params, patience=RetryPolicy(3, 0.8, 0.01))
-    books = client.accounting
+    done, client, server = one(script=script, params=params, retry_policy=RetryPolicy(3, 0.8, 0.01))
+    accounting = client.accounting
     assert len(done) == 1 and done[0].finish_reason == "length" and len(set(seen)) == 2
-    assert (books.requested, books.accepted, books.attempts, books.cut_off) == (1, 1, 2, 1)
+    assert (accounting.requested, accounting.accepted, accounting.attempts, accounting.cut_off) == (1, 1, 2, 1)
 
 
 def test_an_answer_with_another_id_is_refused():
@@ -96,7 +98,7 @@ def test_a_request_that_is_never_answered_does_not_hold_up_the_step(caplog):
         return Reply(hang_up=True, delay_s=3.0) if hangs else None
 
     with caplog.at_level(logging.WARNING):
-        done, client, _ = one(script=script, count=8, patience=RetryPolicy(2, 1.2, 0.01))
+        done, client, _ = one(script=script, count=8, retry_policy=RetryPolicy(2, 1.2, 0.01))
     assert [c.finish_reason for c in done].count("error") == 1 and tried[once] == 2
     assert str(done[13].error).startswith("no answer in time")
     assert "1 of 16 completions failed, the first that of prompt 'p6', sample 1: no answer in time" in caplog.text
@@ -117,7 +119,7 @@ def test_requests_are_spread_over_servers():
     assert 12 <= len(a.sampled) <= 28 and len(a.sampled) + len(b.sampled) == 40
 
 
-def test_a_server_that_dies_is_fenced_and_the_others_do_its_work(caplog):
+def test_a_server_that_dies_is_quarantined_and_the_others_do_its_work(caplog):
     with scripted() as a, scripted() as b:
         client = connect(a, b, max_concurrent=8)
 
@@ -140,3 +142,24 @@ def test_when_no_server_is_left_the_call_ends_with_each_reason():
         client.sample(prompts(4), PARAMS)
     assert a.url in str(caught.value) and b.url in str(caught.value)
     assert client.accounting.closed and client.accounting.failed["the call was stopped"] == 8
+
+
+# The event loop of a portal
+
+
+def test_a_portal_that_closes_cuts_off_its_requests_and_its_thread_ends():
+    portal, begun = Portal(), threading.Event()
+
+    def script(number, body, server):
+        begun.set()
+        return Reply(delay_s=2.0, hang_up=True)
+
+    with scripted() as server:
+        client = connect(server, run=portal.run)
+        server.script = script
+        waiting = portal.begin(lambda http: client.sample_within(http, asyncio.Semaphore(4), prompts(1), PARAMS))
+        assert begun.wait(60.0)
+        portal.close()
+        assert waiting.cancelled() and client.accounting.failed == {"the call was stopped": 2}
+        portal.close()
+        assert not any(thread is portal._thread for thread in threading.enumerate())

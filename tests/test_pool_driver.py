@@ -60,7 +60,6 @@ class PlayedPool:
             ),
             WorkerGroup("verifier", verifiers, lambda: Played(self.verifiers, verifier), 1, deadline_s),
             unjudged,
-            self._done,
             self._failed,
             attempts=attempts,
         )
@@ -78,12 +77,12 @@ class PlayedPool:
 
     def run(self, count):
         """Submits so many groups and waits until all have come out, once each."""
-        self.driver.submit(requests(count))
+        self.driver.submit(requests(count), self._done)
         with self.came:
             assert self.came.wait_for(lambda: len(self.done) >= count or self.errors, WAIT_S)
         assert not self.errors, self.errors
-        assert Counter(done.work.number for done in self.done) == Counter(range(count))
-        return sorted(self.done, key=lambda done: done.work.number)
+        assert Counter(done.request.number for done in self.done) == Counter(range(count))
+        return sorted(self.done, key=lambda done: done.request.number)
 
     def error(self):
         with self.came:
@@ -138,7 +137,7 @@ def test_groups_go_through_and_weights_come_first(played):
     pool = played(play)
     assert all(rewards_of(done) == [1.0, 1.0] for done in pool.run(3))
     pool.driver.publish(Revision(1, "b"), "others")
-    pool.driver.submit(requests(1, step=2))
+    pool.driver.submit(requests(1, step=2), pool._done)
     with pool.came:
         assert pool.came.wait_for(lambda: len(pool.done) == 4, WAIT_S)
     published = [what for method, what in seen if method == "publish"]
@@ -189,10 +188,10 @@ def test_a_hung_worker_is_replaced_and_its_late_answer_dropped(played):
     first = pool.engines[0]
     assert first.killed and len(first.open) == 1
     first.open[0].set_result([(0, sampled(requests(1)[0])), (1, sampled(requests(2)[1]))])
-    pool.driver.submit(requests(1, step=2))
+    pool.driver.submit(requests(1, step=2), pool._done)
     with pool.came:
         assert pool.came.wait_for(lambda: len(pool.done) == 4, WAIT_S)
-    assert [done.work.step for done in pool.done].count(1) == 3
+    assert [done.request.step for done in pool.done].count(1) == 3
 
 
 def test_a_group_that_kills_its_workers_ends_with_the_reason_and_takes_no_other_with_it(played):
@@ -236,7 +235,7 @@ def test_an_error_of_a_worker_stops_the_run(played):
         return EngineError("the model's logits are not finite") if method == "work" else None
 
     pool = played(play)
-    pool.driver.submit(requests(1))
+    pool.driver.submit(requests(1), pool._done)
     assert "not finite" in str(pool.error())
 
 

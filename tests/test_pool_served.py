@@ -10,11 +10,11 @@ import pytest
 from clients import PARAMS, QUICK, connect, prompts
 from scripted import Reply, scripted
 
-from tinyllm.engine.remote.http import RetryPolicy
+from tinyllm.engine.remote.http import Portal, RetryPolicy
 from tinyllm.errors import EngineError
 from tinyllm.pool.driver import Driver
 from tinyllm.pool.judging import JudgeWorker, unjudged
-from tinyllm.pool.served_workers import Loop, ServedWorker
+from tinyllm.pool.served_workers import ServedWorker
 from tinyllm.pool.state import GroupRequest
 from tinyllm.pool.workers import ThreadWorker, WorkerGroup
 from tinyllm.records import Revision, RevisionSpan, Verdict
@@ -26,18 +26,16 @@ OLD, NEW = Revision(4, "a" * 32), Revision(5, "b" * 32)
 class ServedPool:
     """A driver whose engine is a client's servers, and what came out of it."""
 
-    def __init__(self, client, max_lag=1, groups=8):
+    def __init__(self, portal, client, groups=8):
         self.done, self.errors, self.came = [], [], threading.Condition()
-        self.client, self.loop = client, Loop()
-        client.max_lag, client.run = max_lag, self.loop.run
+        self.client = client
         for server in client.servers.all:
             server.confirm(OLD, str(OLD))
         judge = JudgeWorker(lambda prompts, completions, step: [Verdict(1.0)] * len(completions))
         self.driver = Driver(
-            WorkerGroup("servers", 1, lambda: ServedWorker(client, self.loop), groups),
+            WorkerGroup("servers", 1, lambda: ServedWorker(client, portal), groups),
             WorkerGroup("verifier", 1, lambda: ThreadWorker(lambda: judge), 1),
             unjudged,
-            lambda done: self._put(self.done, done),
             lambda error: self._put(self.errors, error),
         )
         self.driver.publish(OLD)
@@ -48,7 +46,8 @@ class ServedPool:
             self.came.notify_all()
 
     def submit(self, count):
-        self.driver.submit([GroupRequest(5, i, prompt, PARAMS) for i, prompt in enumerate(prompts(count))])
+        groups = [GroupRequest(5, i, prompt, PARAMS) for i, prompt in enumerate(prompts(count))]
+        self.driver.submit(groups, lambda done: self._put(self.done, done))
 
     def completions(self, count):
         """Of so many groups, by prompt."""
@@ -56,17 +55,19 @@ class ServedPool:
             assert self.came.wait_for(lambda: len(self.done) >= count or self.errors, WAIT_S)
         assert not self.errors, self.errors
         assert self.client.accounting.closed
-        return {d.work.prompt.id: [r.completion for r in d.result.groups[0].rollouts] for d in self.done}
+        return {d.request.prompt.id: [r.completion for r in d.result.groups[0].rollouts] for d in self.done}
 
 
 @contextmanager
-def pool_on(*servers, patience=QUICK, **options):
-    pool = ServedPool(connect(*servers, patience=patience), **options)
+def pool_on(*servers, retry_policy=QUICK, **options):
+    portal = Portal()
+    client = connect(*servers, retry_policy=retry_policy, max_lag=1, run=portal.run)
+    pool = ServedPool(portal, client, **options)
     try:
         yield pool
     finally:
         pool.driver.close()
-        pool.loop.close()
+        portal.close()
 
 
 def spans(*parts):
@@ -109,7 +110,7 @@ def test_an_update_under_way_is_said_token_by_token():
         (spans((str(OLD), 0, 1), ("9:cccc", 1, None)), "unconfirmed revision: sampled by '9:cccc'"),
         (spans((str(OLD), 1, None)), "mixed revisions"),
         (spans((str(OLD), 0, 1)), "mixed revisions"),
-        (lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, None), "bad log-probability: None"),
+        (lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, None), "bad log-probability: log-probability of token 0 is None"),
         (lambda answer: answer["choices"][0]["logprobs"].pop("token_logprobs"), "no log-probabilities"),
         (lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].pop(), "ids and log-probabilities differ"),
         (lambda answer: answer["choices"][0].pop("token_ids"), "no token ids"),
@@ -228,9 +229,9 @@ def test_a_network_that_is_cut_does_not_hold_the_run_up(mode):
     """Case L5: connections closed, or open and silent; the other server does the work, or the reason is recorded."""
     with scripted("tinyllm", version=str(OLD)) as near, scripted("tinyllm", version=str(OLD)) as far:
         proxy = Proxy(far.server_port)
-        patience = RetryPolicy(attempts=3, deadline_s=16.0, pause_s=0.01)
+        retry_policy = RetryPolicy(attempts=3, deadline_s=16.0, pause_s=0.01)
         try:
-            with pool_on(near, Behind(far, proxy), patience=patience) as pool:
+            with pool_on(near, Behind(far, proxy), retry_policy=retry_policy) as pool:
                 far.script = lambda number, body, server: proxy.cut(mode) if number == 2 else None
                 pool.submit(8)
                 found = pool.completions(8)

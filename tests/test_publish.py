@@ -1,9 +1,8 @@
-"""Weights to servers: each way's conversation, and what happens to a server that did not take the update."""
+"""Weights to servers: each kind of transfer's conversation, and what happens to a server that did not take the update."""
 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from tinyllm.engine.policy import Policy
 from tinyllm.engine.remote.canary import Canary
 from tinyllm.engine.remote.client import HTTPRolloutClient
 from tinyllm.engine.remote.http import RetryPolicy
-from tinyllm.engine.remote.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, VLLMTransfer
+from tinyllm.engine.remote.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora
 from tinyllm.errors import EngineError
 from tinyllm.model import models
 from tinyllm.post.update import model_scorer
@@ -43,9 +42,9 @@ class Number:
 
 
 class OnDisk(TinyllmDisk):
-    def write(self, publication, policy):
-        publication.path.mkdir()
-        (publication.path / "shift").write_text(str(policy.shift))
+    def write(self, update, policy):
+        update.path.mkdir()
+        (update.path / "shift").write_text(str(policy.shift))
 
 
 class SGLangOnDisk(SGLangDisk):
@@ -56,15 +55,14 @@ def revision(step):
     return Revision(step, f"{step:012x}" + "0" * 20)
 
 
-def setup(folder, *servers, way=None, canary=True, patience=QUICK):
+def setup(folder, *servers, retry_policy=QUICK):
     policy = Number()
-    client = HTTPRolloutClient.connect([s.url for s in servers])
-    client.patience = patience
+    client = HTTPRolloutClient.connect([s.url for s in servers], retry_policy=retry_policy)
     for server in servers:
         server.sampled.clear()
-    sings = Canary(PROMPT.token_ids, policy.score, 1e-4) if canary else None
-    way = way or {"tinyllm": OnDisk, "sglang": SGLangOnDisk, "vllm": VLLMLora}[servers[0].kind]()
-    return client, Publisher(client.servers, way, folder / "weights", sings, patience), policy
+    canary = Canary(PROMPT.token_ids, policy.score, 1e-4)
+    transfer = {"tinyllm": OnDisk, "sglang": SGLangOnDisk, "vllm": VLLMLora}[servers[0].kind]()
+    return client, Publisher(client.servers, transfer, folder / "weights", canary, retry_policy), policy
 
 
 def publish(publisher, policy, step):
@@ -137,43 +135,6 @@ def test_an_adapter_that_is_loaded_already_is_the_same_one(tmp_path):
         assert client.sample([PROMPT], PARAMS)[0].revision == revision(5)
 
 
-def test_the_conversation_of_a_weight_transfer(tmp_path):
-    """HTTP says when, a callable moves the tensors: it runs while /update_weights waits for them."""
-    arrived, order = threading.Event(), []
-
-    class Receiver:
-        async def send(self, policy):
-            order.append("send")
-            arrived.set()
-
-    way = VLLMTransfer(
-        {"world_size": 2}, lambda policy: [("w", "float32", [1]), ("b", "float32", [2])], Receiver().send
-    )
-    with scripted("vllm") as server:
-        client, publisher, policy = setup(tmp_path, server, way=way, canary=False)
-        publish(publisher, policy, 5)
-        publish(publisher, policy, 6)
-        once = [
-            "/pause?mode=keep&clear_cache=true",
-            "/start_weight_update",
-            "/update_weights",
-            "/finish_weight_update",
-            "/resume",
-        ]
-        assert [route for route, _ in server.admin] == ["/init_weight_transfer_engine", *once, *once]
-        assert server.admin[0][1] == {"init_info": {"world_size": 2}}
-        assert server.admin[3][1] == {
-            "update_info": {"names": ["w", "b"], "dtype_names": ["float32", "float32"], "shapes": [[1], [2]]}
-        }
-        assert arrived.is_set() and order == ["send", "send"] and not server.paused
-        assert client.sample([PROMPT], PARAMS)[0].revision == revision(6)
-        server.version = "9:elsewhere"  # someone else's update: this server's answers do not say so, asking it does
-        with pytest.raises(EngineError, match="weights are '9:elsewhere', not the published '6:000000000006'"):
-            client.sample([PROMPT], PARAMS)
-            client.sample([PROMPT], PARAMS)
-        assert client.accounting.failed["unconfirmed revision"] == 2 and client.accounting.closed
-
-
 # One server of several misses the update
 
 
@@ -182,7 +143,7 @@ def test_a_server_that_did_not_take_the_update_gets_no_requests(tmp_path, fault,
     """K7: no rollout carries a revision that its server did not confirm."""
     slow = RetryPolicy(attempts=1, deadline_s=1.0)
     with scripted() as good, scripted() as bad:
-        client, publisher, policy = setup(tmp_path, good, bad, patience=slow if fault == "no answer" else QUICK)
+        client, publisher, policy = setup(tmp_path, good, bad, retry_policy=slow if fault == "no answer" else QUICK)
         publish(publisher, policy, 1)
         if fault == "500":
             bad.says["/update_weights_from_disk"] = Reply(500, {"error": "out of memory"})
@@ -207,7 +168,7 @@ def test_a_server_that_did_not_take_the_update_gets_no_requests(tmp_path, fault,
 
 
 def test_a_canary_is_tried_again(tmp_path):
-    """A server that is busy for a moment is not fenced off."""
+    """A server that is busy for a moment is not quarantined."""
     with scripted() as server:
         client, publisher, policy = setup(tmp_path, server)
         server.script = lambda number, *_: Reply(503, {"error": "busy"}) if number == 1 else None
@@ -276,10 +237,10 @@ def test_weights_stay_until_they_are_loaded_and_one_update_longer(tmp_path):
         return loaded[-1]
 
     with scripted() as fast, scripted() as late:
-        client, publisher, policy = setup(tmp_path, fast, late, patience=RetryPolicy(1, 5.0))
+        client, publisher, policy = setup(tmp_path, fast, late, retry_policy=RetryPolicy(1, 5.0))
         publish(publisher, policy, 1)
         late.weights = slow
-        publisher.patience = RetryPolicy(1, 0.3)
+        publisher.retry_policy = RetryPolicy(1, 0.3)
         publish(publisher, policy, 2)
         assert [s.url for s in client.servers.live] == [fast.url]
         assert kept(publisher) == ["v1", "v2"], "the late server still reads the second"
@@ -288,7 +249,7 @@ def test_weights_stay_until_they_are_loaded_and_one_update_longer(tmp_path):
             time.sleep(0.01)
         assert loaded == [0.2]
         late.weights = fast.weights
-        publisher.patience = QUICK
+        publisher.retry_policy = QUICK
         publish(publisher, policy, 3)
         assert kept(publisher) == ["v2", "v3"] and len(client.servers.live) == 2
 

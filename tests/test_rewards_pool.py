@@ -87,7 +87,7 @@ def test_closing_ends_a_call_that_another_thread_has_under_way(make):
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    while not any(worker and worker.job is not None and not worker.preparing for worker in verify.pool._workers):
+    while not any(worker and worker.task is not None and not worker.preparing for worker in verify.pool._workers):
         assert thread.is_alive()
         time.sleep(0.02)
     closing = threading.Thread(target=verify.close, daemon=True)

@@ -424,7 +424,7 @@ def test_a_client_that_hangs_up_frees_its_slots(server, stream, monkeypatch):
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     until(lambda: server.service.worker.running == 0, "0 running", 2.0)
-    assert server.service.outstanding == 0 and not server.service.tickets and not server.service.worker._tickets
+    assert server.service.outstanding == 0 and not server.service.handles and not server.service.worker._handles
     until(lambda: server.metric("tinyllm_dropped_clients_total") == dropped + 1)
 
 

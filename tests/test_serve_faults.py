@@ -56,7 +56,7 @@ def test_requests_that_waited_are_served_after_a_failure(monkeypatch):
             status, answer = running.result()
             assert status == 500 and "no memory left" in answer["error"]["message"]
             assert waiting.result()["choices"] == alone
-        until(lambda: not server.service.worker._tickets, "nothing left")
+        until(lambda: not server.service.worker._handles, "nothing left")
 
 
 def test_a_prompt_that_finds_no_memory_fails_and_is_not_tried_for_ever(monkeypatch):

@@ -149,13 +149,14 @@ def test_a_gap_past_the_bound_stops_the_run_before_the_update(here, server, monk
     """The server's log-probabilities are moved on their way: the canary would see it, so it is switched off here."""
     from tinyllm.engine.remote import client
 
-    true = client._Call._accept
+    true = client.require_sound
 
-    def moved(self, want, answer, revision):
-        answer.logprobs[:] = [x - 0.3 for x in answer.logprobs]
-        return true(self, want, answer, revision)
+    def moved(*arguments):
+        response = true(*arguments)
+        response.logprobs[:] = [x - 0.3 for x in response.logprobs]
+        return response
 
-    monkeypatch.setattr(client._Call, "_accept", moved)
+    monkeypatch.setattr(client, "require_sound", moved)
     with pytest.raises(TrainingStopped, match="differ by 0.3 nats per token .* more than engine.max_gap = 0.2"):
         run(here, "served", server)
     monkeypatch.undo()

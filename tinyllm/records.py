@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "error"]
@@ -120,6 +121,45 @@ class Completion:
     def failed(cls, prompt: Prompt, sample: int, seed_key: int, reason: str) -> Completion:
         """A completion that could not be sampled: data with a reason, and no token that anything could train on."""
         return cls(prompt.id, prompt.draw, sample, (), (), "error", seed_key, Revision(-1, ""), "", error=reason)
+
+
+def fault_of(
+    token_ids: Sequence[Any],
+    logprobs: Sequence[Any],
+    finish_reason: Any,
+    params: SamplingParams,
+    *,
+    vocab_size: int = 2**31,
+    sampled: Sequence[bool] | None = None,
+) -> tuple[str, str] | None:
+    """Why what a sampler returned cannot be trained on, as (a few words to count by, the details), or None.
+
+    sampled: one flag per token, False where the environment gave it and so has no log-probability; None: all were.
+    """
+    if finish_reason not in ("stop", "length"):  # such as "abort": cut short by no rule of ours
+        return "cut short", f"finish reason {finish_reason!r}: only 'stop' and 'length' are whole completions"
+    if len(token_ids) != len(logprobs):
+        words = f"{len(token_ids)} token ids with {len(logprobs)} log-probabilities"
+        return "ids and log-probabilities differ", words
+    if len(token_ids) == 0:
+        return "empty", "0 token ids with 0 log-probabilities"
+    flags = sampled or (True,) * len(token_ids)
+    for position, (token, logprob, drawn) in enumerate(zip(token_ids, logprobs, flags, strict=True)):
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocab_size:  # type: ignore[operator]
+            return "bad token id", f"id of token {position} is {token!r}"
+        if not (is_logprob(logprob) if drawn else logprob is None):
+            return "bad log-probability", f"log-probability of token {position} is {logprob!r}"
+    if sum(flags) > params.max_new_tokens:
+        return "too long", f"{sum(flags)} tokens, but max_new_tokens is {params.max_new_tokens}"
+    only_tokens_stop = params.stop_token_ids and not params.stop_strings
+    if finish_reason == "stop" and only_tokens_stop and token_ids[-1] not in params.stop_token_ids:
+        return "stop token dropped", f"it stopped, but its last token {token_ids[-1]} is no stop token"
+    return None
+
+
+def is_logprob(value: Any) -> bool:
+    """Whether this is a log-probability: a finite number, above 0 by no more than the rounding of a certain token."""
+    return isinstance(value, Real) and not isinstance(value, bool) and -1e9 < value <= 1e-3  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)

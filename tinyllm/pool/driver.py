@@ -1,14 +1,14 @@
-"""The thread that moves groups from prompt to verdict: queue, engine, queue, verifier, done.
+"""The thread that moves groups from prompt to verdict: a queue, the engines, a queue, the verifiers.
 
-    driver = Driver(engines, verifiers, group_of_failure, on_done, attempts=3)
+    driver = Driver(engines, verifiers, without_verdict, on_error, attempts=3)
     driver.publish(revision, weights)
-    driver.submit([Work(step, 0, prompt, params), ...])
+    driver.submit([GroupRequest(step, 0, prompt, params), ...], on_done)
     driver.close()
 
-All state belongs to this thread; everyone else, the workers' futures included, puts an action into its inbox. A worker
-that dies, or is over its deadline, is ended and replaced, and its groups go back to the head of the queue: what a group
-draws depends on its seed, step, prompt, draw and sample alone, so nothing is lost by asking again, and an answer that
-nobody waits for any more is dropped. A group that has met too many such faults ends with the reason.
+All state belongs to this thread; other threads, the callbacks of the workers' futures included, put an action into its
+inbox. A worker that dies or misses its deadline is killed and replaced, and its groups go back to the head of the
+queue: what a group draws depends on its seed, step, prompt, draw and sample alone, so nothing is lost by sampling it
+again, and a result that nobody waits for any more is dropped. A group that has met too many faults ends with a reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic
 
 from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import EngineError
@@ -32,6 +32,7 @@ from tinyllm.pool.state import (
     GroupRequest,
     GroupResult,
     InFlight,
+    T,
     Trace,
     WorkerSlot,
     WorkerStage,
@@ -44,49 +45,48 @@ from tinyllm.records import Completion, Revision
 log = logging.getLogger("tinyllm")
 
 BUDGET_S = 0.25
-"""How long an engine works before it is asked for what is finished, and may take new weights and new groups."""
+"""How long one call of `work` lasts, after which an engine returns finished groups and takes new weights and groups."""
 
 
-class Driver:
+class Driver(Generic[T]):
     """Engines and verifiers at work.
 
-    without_verdict(work, completions, reason) gives the result of a group that could not be verified; on_done(Done) and
-    on_error(exception) are called in the driver's thread.
+    without_verdict(request, completions, reason) is the result of a group that could not be verified; on_done and
+    on_error are called in the driver's thread.
     """
 
     def __init__(
         self,
         engines: WorkerGroup,
         verifiers: WorkerGroup,
-        without_verdict: Callable[[GroupRequest, Sequence[Completion], str], Any],
-        on_done: Callable[[GroupResult], None],
+        without_verdict: Callable[[GroupRequest, Sequence[Completion], str], T],
         on_error: Callable[[BaseException], None],
         *,
         attempts: int = 3,
     ) -> None:
-        self.without_verdict, self.on_done, self.on_error, self.attempts = without_verdict, on_done, on_error, attempts
+        self.without_verdict, self.on_error, self.attempts = without_verdict, on_error, attempts
         self.worker_groups = (engines, verifiers)
         self.revision: Revision | None = None
-        self.weights: Any = None
-        self.sampling = WorkerStage(slots_of(engines), lambda item: item.work, self._sampled, self._not_sampled)
+        self.weights: object = None
+        self.sampling = WorkerStage(slots_of(engines), lambda group: group.request, self._sampled, self._not_sampled)
         self.verifying = WorkerStage(
-            slots_of(verifiers), lambda item: (item.work, item.completions), self._verified, self._not_verified
+            slots_of(verifiers), lambda group: (group.request, group.completions), self._verified, self._not_verified
         )
         self.stages = (self.sampling, self.verifying)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._names = itertools.count()
+        self._ids = itertools.count()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="tinyllm-pool", daemon=True)
         self._thread.start()
 
     # -- from other threads -----------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Let groups in; they are sampled in this order."""
-        self._inbox.put(lambda: self._submit(requests))
+    def submit(self, requests: Sequence[GroupRequest], on_done: Callable[[GroupResult[T]], None]) -> None:
+        """Add groups to the queue; they are sampled in this order, and on_done is called with each result."""
+        self._inbox.put(lambda: self._submit(requests, on_done))
 
-    def publish(self, revision: Revision, weights: Any = None) -> None:
-        """New weights: every engine gets them before it begins anything that is submitted later."""
+    def publish(self, revision: Revision, weights: object = None) -> None:
+        """New weights, as the engines' `publish` takes them: each gets them before any group submitted later."""
 
         def act() -> None:
             self.revision, self.weights = revision, weights
@@ -94,18 +94,18 @@ class Driver:
         self._inbox.put(act)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """End all workers; what is under way is dropped."""
+        """Kill all workers; groups in flight are dropped."""
         self._stop = True
         self._inbox.put(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
     def states(self) -> dict[str, list[str]]:
-        """What each worker is doing, in words, by kind of worker."""
+        """By kind of worker: what each is doing, in words."""
         return {stage.slots[0].workers.name: [slot.state() for slot in stage.slots] for stage in self.stages}
 
     def busy_seconds(self) -> dict[str, float]:
-        """By kind of worker, how long they have had work so far, all together."""
+        """By kind of worker: how long its workers have had groups so far, summed."""
         now = time.monotonic()
         seconds: dict[str, float] = {}
         for slot in (slot for stage in self.stages for slot in stage.slots):
@@ -125,7 +125,7 @@ class Driver:
             while not self._stop:
                 for stage in self.stages:
                     self._dispatch(stage)
-                self._act()
+                self._process_inbox()
                 self._check_deadlines()
         except BaseException as error:  # noqa: BLE001 - handed on: the trainer's thread raises it
             if not self._stop:
@@ -135,8 +135,8 @@ class Driver:
                 if slot.worker is not None:
                     slot.worker.kill()
 
-    def _act(self) -> None:
-        """Everything that has come in; waits for the first until the next deadline."""
+    def _process_inbox(self) -> None:
+        """Wait for an action until the next deadline, then do all that are there."""
         moments = [moment for stage in self.stages for slot in stage.slots if (moment := deadline(slot)) is not None]
         pause = min(3600.0, max(0.01, min(moments) - time.monotonic())) if moments else None
         try:
@@ -146,31 +146,31 @@ class Driver:
         except queue.Empty:
             pass
 
-    def _submit(self, requests: Sequence[GroupRequest]) -> None:
+    def _submit(self, requests: Sequence[GroupRequest], on_done: Callable[[GroupResult[T]], None]) -> None:
         revision = -1 if self.revision is None else self.revision.step
         now = time.monotonic()
-        items = [InFlight(next(self._names), work, Trace(revision), now) for work in requests]
+        groups = [InFlight(next(self._ids), request, on_done, Trace(revision), now) for request in requests]
         waiting = self.sampling.waiting  # a refill of an earlier step goes before the steps after it
-        self.sampling.waiting = deque(sorted([*waiting, *items], key=lambda item: item.work.step))
+        self.sampling.waiting = deque(sorted([*waiting, *groups], key=lambda group: group.request.step))
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def _call(self, slot: WorkerSlot, method: str, then: Callable[[Any], None], *arguments: Any) -> None:
         call = slot.call = Call(time.monotonic())
 
-        def answered(future: Future[Any]) -> None:
-            self._inbox.put(lambda: self._answered(slot, call, future, then))
+        def returned(future: Future[Any]) -> None:
+            self._inbox.put(lambda: self._returned(slot, call, future, then))
 
         assert slot.worker is not None
-        slot.worker.call(method, *arguments).add_done_callback(answered)
+        slot.worker.call(method, *arguments).add_done_callback(returned)
 
-    def _answered(self, slot: WorkerSlot, call: Call, future: Future[Any], then: Callable[[Any], None]) -> None:
-        if slot.call is not call:  # of a worker that was replaced
+    def _returned(self, slot: WorkerSlot, call: Call, future: Future[Any], then: Callable[[Any], None]) -> None:
+        if slot.call is not call:  # the worker was replaced
             return
         slot.call = None
         error = future.exception()
         if isinstance(error, WorkerDied):
-            self._replace(slot, str(error), slot.items)
+            self._replace(slot, str(error), slot.groups)
         elif error is not None:
             raise error
         else:
@@ -185,22 +185,23 @@ class Driver:
         self._call(slot, "start", started)
 
     def _replace(self, slot: WorkerSlot, why: str, suspects: Sequence[InFlight]) -> None:
-        """A new worker; its groups go back, and the suspects among them are a fault nearer to their end."""
+        """Replace the worker, requeue its groups, count a failed attempt for those that may have caused it."""
         slot.restarts += 1
-        log.warning("%s is replaced: %s; %d groups are tried again", slot.name, why, len(slot.items))
+        log.warning("%s is replaced: %s; %d groups are tried again", slot.name, why, len(slot.groups))
         assert slot.worker is not None
         slot.worker.kill()
         stage = next(stage for stage in self.stages if slot in stage.slots)
-        back, slot.items = list(slot.items), []
+        back, slot.groups = list(slot.groups), []
         now = time.monotonic()
         slot.note_busy(now)
-        for item in reversed(back):
-            item.faults += item in suspects
-            item.trace = replace(self._traced(stage, slot, item, now), faults=item.trace.faults + (item in suspects))
-            if item.faults >= self.attempts:
-                stage.give_up(item, why)
+        for group in reversed(back):
+            fault = group in suspects
+            group.faults += fault
+            group.trace = replace(self._traced(stage, slot, group, now), faults=group.trace.faults + fault)
+            if group.faults >= self.attempts:
+                stage.give_up(group, why)
             else:
-                stage.waiting.appendleft(item)
+                stage.waiting.appendleft(group)
         if slot.restarts > 3 * self.attempts:
             raise EngineError(f"{slot.name} had to be replaced {slot.restarts} times in a row, the last because: {why}")
         self._start(slot)
@@ -212,11 +213,11 @@ class Driver:
             if moment is None or moment > now:
                 continue
             limit = slot.workers.deadline_s if slot.ready else START_S
-            late = [item for item in slot.items if limit is not None and item.since + limit <= now]
+            late = [group for group in slot.groups if limit is not None and group.received + limit <= now]
             slot.call = None
             self._replace(slot, f"nothing came of it within {limit:g} s", late)
 
-    # -- work -------------------------------------------------------------------------------------------------------
+    # -- groups -----------------------------------------------------------------------------------------------------
 
     def _dispatch(self, stage: WorkerStage) -> None:
         for slot in stage.slots:
@@ -227,8 +228,8 @@ class Driver:
                 self._publish(slot, self.revision)
                 continue
             new = self._take(stage, slot)
-            if slot.items:
-                pairs = [(item.name, stage.payload(item)) for item in new]
+            if slot.groups:
+                pairs = [(group.id, stage.payload(group)) for group in new]
 
                 def then(results: Any, stage: WorkerStage = stage, slot: WorkerSlot = slot) -> None:
                     self._finished(stage, slot, results)
@@ -242,65 +243,64 @@ class Driver:
         self._call(slot, "publish", published, revision, self.weights)
 
     def _take(self, stage: WorkerStage, slot: WorkerSlot) -> list[InFlight]:
-        """What this worker begins now: its share of all there is. A group in its last attempt is alone, so that it can
-        take no other down with it."""
+        """Groups that this worker begins now: up to a fair share of all groups of the stage.
+
+        A group on its last attempt runs alone, so that a crash affects no other.
+        """
         if slot.workers.takes_weights and self.revision is None:
             return []
         now, new = time.monotonic(), []
-        total = len(stage.waiting) + sum(len(s.items) for s in stage.slots)
+        total = len(stage.waiting) + sum(len(s.groups) for s in stage.slots)
         share = min(slot.workers.capacity, math.ceil(total / len(stage.slots)))
-        while stage.waiting and len(slot.items) < share:
-            last = [self.attempts > 1 and item.faults >= self.attempts - 1 for item in (stage.waiting[0], *slot.items)]
-            if slot.items and any(last):
+        while stage.waiting and len(slot.groups) < share:
+            on_last = (group.faults >= self.attempts - 1 for group in (stage.waiting[0], *slot.groups))
+            if slot.groups and self.attempts > 1 and any(on_last):
                 break
-            item = stage.waiting.popleft()
-            item.since = now
-            new.append(item)
-            slot.items.append(item)
+            group = stage.waiting.popleft()
+            group.received = now
+            new.append(group)
+            slot.groups.append(group)
         slot.note_busy(now)
         return new
 
     def _finished(self, stage: WorkerStage, slot: WorkerSlot, results: Sequence[tuple[int, Any]]) -> None:
         now = time.monotonic()
-        mine = {item.name: item for item in slot.items}
-        for name, result in results:
-            item = mine.pop(name, None)
-            if item is None:  # doubled, or of a group that went elsewhere
+        mine = {group.id: group for group in slot.groups}
+        for number, result in results:
+            group = mine.pop(number, None)
+            if group is None:  # doubled, or of a group that went elsewhere
                 continue
-            slot.items.remove(item)
+            slot.groups.remove(group)
             slot.restarts = 0
-            item.trace = self._traced(stage, slot, item, now)
-            item.faults = 0
-            stage.finish(item, result)
+            group.trace = self._traced(stage, slot, group, now)
+            group.faults = 0
+            stage.finish(group, result)
         slot.note_busy(now)
 
-    def _traced(self, stage: WorkerStage, slot: WorkerSlot, item: InFlight, now: float) -> Trace:
-        """A group's trace with this attempt in it."""
+    def _traced(self, stage: WorkerStage, slot: WorkerSlot, group: InFlight, now: float) -> Trace:
+        """The group's trace with this attempt in it."""
         if stage is self.sampling:
-            return replace(item.trace, sampling_s=now - item.since, engine=slot.name)
-        return replace(item.trace, verifying_s=now - item.since, verifier=slot.name)
+            return replace(group.trace, sampling_s=now - group.received, engine=slot.name)
+        return replace(group.trace, verifying_s=now - group.received, verifier=slot.name)
 
-    def _sampled(self, item: InFlight, completions: list[Completion]) -> None:
-        item.completions = completions
+    def _sampled(self, group: InFlight, completions: list[Completion]) -> None:
+        group.completions = completions
         if any(c.finish_reason != "error" for c in completions):
-            self.verifying.waiting.append(item)
+            self.verifying.waiting.append(group)
         else:
-            self._not_verified(item, "no completion was sampled")
+            self._not_verified(group, "no completion was sampled")
 
-    def _not_sampled(self, item: InFlight, why: str) -> None:
-        p, prompt = item.work.params, item.work.prompt
+    def _not_sampled(self, group: InFlight, why: str) -> None:
+        p, prompt = group.request.params, group.request.prompt
         keys = [seed_key(p.seed, p.step, prompt.id, prompt.draw, sample) for sample in range(p.n)]
-        item.completions = [
-            Completion(prompt.id, prompt.draw, sample, (), (), "error", key, Revision(-1, ""), "", error=why)
-            for sample, key in enumerate(keys)
-        ]
-        self._not_verified(item, why)
+        group.completions = [Completion.failed(prompt, sample, key, why) for sample, key in enumerate(keys)]
+        self._not_verified(group, why)
 
-    def _not_verified(self, item: InFlight, why: str) -> None:
-        self._verified(item, self.without_verdict(item.work, item.completions, why))
+    def _not_verified(self, group: InFlight, why: str) -> None:
+        self._verified(group, self.without_verdict(group.request, group.completions, why))
 
-    def _verified(self, item: InFlight, result: Any) -> None:
-        trace = item.trace
-        whole = time.monotonic() - item.entered
+    def _verified(self, group: InFlight, result: T) -> None:
+        trace = group.trace
+        whole = time.monotonic() - group.submitted
         queued = max(0.0, whole - trace.sampling_s - trace.verifying_s)
-        self.on_done(GroupResult(item.work, result, replace(trace, queued_s=queued)))
+        group.on_done(GroupResult(group.request, result, replace(trace, queued_s=queued)))

@@ -1,7 +1,7 @@
 """An engine of the pool: its own copy of the model, and the scheduler, in a process of its own.
 
-The trainer hands it weights as arrays in shared memory. It copies them, hashes what it now holds and compares: the hash
-is that of the revision, or the engine stops the run. Samples that run go on with the new weights and keep their keys
+The trainer passes weights as arrays in shared memory. The engine copies them and hashes what it then holds; a hash
+other than that of the revision stops the run. Running samples go on with the new weights and keep their cached keys
 and values; each completion says which weights drew which of its tokens.
 """
 
@@ -24,12 +24,13 @@ from tinyllm.engine.policy import Policy
 from tinyllm.errors import EngineError
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory
+from tinyllm.pool.state import GroupRequest
 from tinyllm.records import Completion, Revision
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is built from, wherever it runs."""
+    """What an engine is built from, in whatever process."""
 
     model: ModelConfig
     lora: LoraConfig
@@ -60,11 +61,11 @@ class EngineWorker:
             shared_blocks=spec.cache.shared_blocks,
         )
         self.done: dict[int, dict[int, Completion]] = {}
-        """Completions of the groups under way, by sample."""
+        """Finished completions by sample, of each group in flight."""
         self.sizes: dict[int, int] = {}
 
     def publish(self, revision: Revision, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes these weights. Raises EngineError when it does not come to their hash."""
+        """Load these weights. Raises EngineError when their hash is not that of the revision."""
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(from_array(arrays[name], parameter.dtype))
@@ -76,17 +77,19 @@ class EngineWorker:
             )
         self.scheduler.publish(revision)
 
-    def work(self, new: Sequence[tuple[int, Any]], budget_s: float) -> list[tuple[int, list[Completion]]]:
-        """Takes groups on, and samples until one is finished or the time is over."""
+    def work(self, new: Sequence[tuple[int, GroupRequest]], budget_s: float) -> list[tuple[int, list[Completion]]]:
+        """Accept groups, and sample until one is finished or the time is over."""
         end = time.monotonic() + budget_s
-        for name, work in new:
+        for name, request in new:
             done: dict[int, Completion] = {}
-            self.done[name], self.sizes[name] = done, work.params.n
+            self.done[name], self.sizes[name] = done, request.params.n
 
             def finish(completion: Completion, done: dict[int, Completion] = done) -> None:
                 done[completion.sample] = completion
 
-            self.scheduler.submit(sample_request(str(name), work.prompt, work.params, range(work.params.n), finish))
+            self.scheduler.submit(
+                sample_request(str(name), request.prompt, request.params, range(request.params.n), finish)
+            )
         while True:
             busy = self.scheduler.step()
             finished = [name for name, done in self.done.items() if len(done) == self.sizes[name]]
@@ -100,7 +103,7 @@ class EngineWorker:
 
 
 def trained_parameters(model: Any) -> list[tuple[str, Tensor]]:
-    """What training changes of a model, by name."""
+    """The parameters of a model that training changes, by name."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 

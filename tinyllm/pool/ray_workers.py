@@ -1,4 +1,4 @@
-"""Workers as actors on Ray: started, called, and ended for good.
+"""Workers as actors on Ray: started, called and killed.
 
 Ray places processes and carries data; what to do when one dies or hangs is decided in driver.py, so actors are never
 restarted and no call is repeated by Ray itself.
@@ -34,7 +34,7 @@ _LOCAL = {
     "health_check_failure_threshold": 20,
     "worker_niceness": 0,
 }
-"""On one machine a slow process is not a dead one, and an engine as urgent as the trainer (Ray's own nice: 15)."""
+"""On one machine a slow process is not a dead one, and an engine has the trainer's priority (Ray's own nice: 15)."""
 
 
 def require_ray() -> None:
@@ -44,7 +44,7 @@ def require_ray() -> None:
 
 
 class RayCluster:
-    """Ray for one run: a cluster that is there, or one of our own on this machine, which ends with the run."""
+    """Ray for one run: a running cluster, or one of our own on this machine, which ends with the run."""
 
     def __init__(self, address: str | None, workers: int, weights_bytes: int) -> None:
         require_ray()
@@ -56,13 +56,13 @@ class RayCluster:
         self.node = ray.get_runtime_context().get_node_id()
 
     def put(self, value: Any) -> Any:
-        """The value in shared memory: a reference that workers are given in its place."""
+        """Put a value into shared memory; the reference returned stands for it in calls of workers."""
         import ray
 
         return ray.put(value)
 
     def require_portable(self, build: Callable[[], Any], what: str, remedy: str) -> None:
-        """Raises ConfigError for what another process cannot be given."""
+        """Raises ConfigError for a `build` that cannot be sent to another process."""
         from ray import cloudpickle
 
         try:
@@ -88,7 +88,8 @@ def _connect(address: str | None, workers: int, store_bytes: int) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     options: dict[str, Any] = {"address": address or "local", "include_dashboard": False, "log_to_driver": False}
     options |= {"logging_level": logging.ERROR, "configure_logging": False}
-    if address is None:  # so many processes are started at once; workers ask for no CPUs, so they always find a place
+    if address is None:
+        # num_cpus: how many processes are started in advance; workers ask for none, so that all of them are placed
         options |= {"num_cpus": workers, "object_store_memory": store_bytes, "_system_config": _LOCAL}
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     for attempt in range(1, _STARTS + 1):
@@ -112,7 +113,7 @@ def _connect(address: str | None, workers: int, store_bytes: int) -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """What processes that Ray starts are to find: our modules, and no reports to anyone. Here all stays as it was."""
+    """Environment for the processes that Ray starts: our modules, no usage reports; restored here on exit."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     given = {
         "PYTHONPATH": paths,
@@ -135,7 +136,7 @@ def _environment() -> Iterator[None]:
 
 
 class _Host:
-    """What runs in the actor: one object and calls of its methods, one after another."""
+    """The actor: holds one object and calls its methods, one after another."""
 
     def __init__(self) -> None:
         self.object: Any = None
@@ -168,18 +169,18 @@ class RayWorker:
         given = host.start.remote(self._build) if method == "start" else host.call.remote(method, *arguments)
         outcome: Future[Any] = Future()
 
-        def answered(future: Future[Any]) -> None:
+        def returned(future: Future[Any]) -> None:
             error = _plain_error(future.exception())
             if error is None:
                 outcome.set_result(future.result())
             else:
                 outcome.set_exception(error)
 
-        given.future().add_done_callback(answered)
+        given.future().add_done_callback(returned)
         return outcome
 
     def kill(self) -> None:
-        """By Ray, and where it is a process of this machine, by the system: a stopped process hears nobody else."""
+        """Kill through Ray, then SIGKILL if the process is on this machine: a SIGSTOPped one reacts to nothing else."""
         import ray
 
         with suppress(Exception):
@@ -192,7 +193,7 @@ class RayWorker:
 
 
 def _plain_error(error: BaseException | None) -> BaseException | None:
-    """What happened, in words of ours: an exception of the worker's own, or its death."""
+    """The exception that the worker raised itself, or WorkerDied for the end of its process."""
     from ray.exceptions import RayError, RayTaskError
 
     if isinstance(error, RayTaskError):

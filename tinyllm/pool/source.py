@@ -25,6 +25,7 @@ from tinyllm.pool.driver import Driver
 from tinyllm.pool.engine_worker import EngineSpec, EngineWorker, to_arrays, trained_parameters
 from tinyllm.pool.judging import JudgeWorker, build_judge_worker, unjudged
 from tinyllm.pool.ray_workers import RayCluster
+from tinyllm.pool.served_workers import served_group
 from tinyllm.pool.state import GroupRequest, GroupResult
 from tinyllm.pool.workers import ThreadWorker, WorkerGroup
 from tinyllm.post.batch import BatchRules
@@ -69,9 +70,7 @@ class Pool:
         prompts = [*data.train, *data.held_out]
         self.config, self.engine = config, engine
         self.cluster: RayCluster | None = None
-        self.embedded = isinstance(engine, EmbeddedEngine)
         self.changed = threading.Condition()
-        self.done: Callable[[GroupResult], None] = lambda done: None
         self.error: BaseException | None = None
         settings = config.pool
         parameters = dict(trained_parameters(engine.policy.model))
@@ -83,7 +82,6 @@ class Pool:
                 self._engines(prompts, params),
                 self._verifiers(judge, reward, data),
                 unjudged,
-                lambda done: self.done(done),
                 self._failed,
                 attempts=settings.group_attempts,
             )
@@ -94,9 +92,9 @@ class Pool:
 
     def _engines(self, prompts: Sequence[Prompt], params: SamplingParams) -> WorkerGroup:
         config, settings = self.config, self.config.pool
-        if not self.embedded:
+        if isinstance(self.engine, ServedEngine):
             groups = max(1, config.engine.max_concurrent // config.sampling.group_size)
-            return self.engine.workers(groups, settings.max_lag)
+            return served_group(self.engine, groups)
         if self.engine.policy.device.type != "cpu":
             raise ConfigError(
                 f"pool.engines = {settings.engines}: they sample on CPUs, and the model is on "
@@ -125,7 +123,7 @@ class Pool:
     def publish(self, revision: Revision) -> None:
         """From now on engines sample with the policy's weights as they are."""
         weights = None
-        if self.embedded:
+        if isinstance(self.engine, EmbeddedEngine):
             assert self.cluster is not None
             weights = self.cluster.put(to_arrays(dict(trained_parameters(self.engine.policy.model))))
         self.driver.publish(revision, weights)
@@ -138,8 +136,6 @@ class Pool:
     def close(self) -> None:
         """No process is left."""
         self.driver.close()
-        if not self.embedded:
-            self.engine.close()
         if self.cluster is not None:
             self.cluster.close()
 
@@ -184,7 +180,6 @@ class PoolSource:
         self._ledger = run.ledger()
         self._warned = False
         self._busy, self._clock = pool.driver.busy_seconds(), time.monotonic()
-        pool.done = self._done
         self._let_in(revision)
 
     def publish(self, revision: Revision) -> None:
@@ -213,19 +208,19 @@ class PoolSource:
         step.prompts += self.order.take(count, step.draws)
         params = replace(self.params, step=number)
         self.pool.driver.submit(
-            [GroupRequest(number, i, step.prompts[i], params) for i in range(first, len(step.prompts))]
+            [GroupRequest(number, i, step.prompts[i], params) for i in range(first, len(step.prompts))], self._done
         )
 
-    def _done(self, done: GroupResult) -> None:
+    def _done(self, done: GroupResult[JudgedGroups]) -> None:
         """A group has come back (in the driver's thread)."""
-        judged: JudgedGroups = done.result
+        judged = done.result
         (group,) = judged.groups
         with self.pool.changed:
-            step = self._steps[done.work.step]
-            step.judged[done.work.number] = judged
-            self._lines.append(ledger_line(done.work.step, group, vars(done.trace)))
+            step = self._steps[done.request.step]
+            step.judged[done.request.number] = judged
+            self._lines.append(ledger_line(done.request.step, group, vars(done.trace)))
             if len(step.judged) == len(step.prompts):
-                self._settle(done.work.step, step)
+                self._settle(done.request.step, step)
             self.pool.changed.notify_all()
 
     def _settle(self, number: int, step: _StepInFlight) -> None:

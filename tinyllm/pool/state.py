@@ -1,14 +1,17 @@
-"""What the driver keeps its books in: groups, the workers' places, and the two stages that groups pass."""
+"""State of the driver: groups in flight, worker slots, and the two stages that groups pass."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tinyllm.pool.workers import START_S, Worker, WorkerGroup
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
+
+T = TypeVar("T")
+"""What the verifiers' work returns for a group."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,10 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """How a group went; what the ledger keeps of it."""
+    """How a group went through the pool; what the ledger keeps of it."""
 
     revision: int
-    """The newest weights when it was let in."""
+    """Step of the newest weights when the group was submitted."""
     queued_s: float = 0.0
     sampling_s: float = 0.0
     verifying_s: float = 0.0
@@ -35,44 +38,46 @@ class Trace:
     engine: str = ""
     verifier: str = ""
     faults: int = 0
-    """Attempts that ended with a worker's death or at a deadline."""
+    """Attempts that ended with the death of a worker or at a deadline, in both stages."""
 
 
 @dataclass(frozen=True)
-class GroupResult:
+class GroupResult(Generic[T]):
     """A group that has left the pool."""
 
-    work: GroupRequest
-    result: Any
-    """What the verifier's work returned."""
+    request: GroupRequest
+    result: T
+    """What the verifiers' work returned, or the driver's without_verdict."""
     trace: Trace
 
 
 @dataclass(eq=False)
 class InFlight:
-    """A group under way."""
+    """A group in the pool."""
 
-    name: int
-    work: GroupRequest
+    id: int
+    request: GroupRequest
+    on_done: Callable[[GroupResult[Any]], None]
     trace: Trace
-    entered: float
-    since: float = 0.0
-    """When the worker got it that has it."""
+    submitted: float
+    """All times are of time.monotonic()."""
+    received: float = 0.0
+    """Time the current worker received it."""
     faults: int = 0
-    """In the stage where it is."""
+    """Failed attempts in this stage."""
     completions: list[Completion] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Call:
-    """A call under way."""
+    """A call of a worker that has not returned."""
 
     since: float
 
 
 @dataclass(eq=False)
 class WorkerSlot:
-    """One worker's place; the worker changes when it had to be replaced."""
+    """The place of one worker; a worker that died or hung is replaced by another in the same slot."""
 
     name: str
     workers: WorkerGroup
@@ -80,22 +85,23 @@ class WorkerSlot:
     call: Call | None = None
     ready: bool = False
     revision: Revision | None = None
-    items: list[InFlight] = field(default_factory=list)
+    """Of the weights that the worker was given last."""
+    groups: list[InFlight] = field(default_factory=list)
     restarts: int = 0
     """In a row, without a group finished in between."""
     busy_s: float = 0.0
     busy_since: float | None = None
 
     def note_busy(self, now: float) -> None:
-        """Closes the account of busy time, and opens it again where there is work."""
+        """Add the busy time up to now, and begin a new busy span where the slot has groups."""
         if self.busy_since is not None:
             self.busy_s += now - self.busy_since
-        self.busy_since = now if self.items else None
+        self.busy_since = now if self.groups else None
 
     def state(self) -> str:
         if not self.ready:
             return "restarting" if self.restarts else "starting"
-        return f"{len(self.items)} running" if self.items else "idle"
+        return f"{len(self.groups)} running" if self.groups else "idle"
 
 
 @dataclass(eq=False)
@@ -106,7 +112,7 @@ class WorkerStage:
     payload: Callable[[InFlight], Any]
     finish: Callable[[InFlight, Any], None]
     give_up: Callable[[InFlight, str], None]
-    """What becomes of a group that no worker could finish, with the reason."""
+    """Called for a group that no worker could finish, with the reason."""
     waiting: deque[InFlight] = field(default_factory=deque)
 
 
@@ -115,10 +121,10 @@ def slots_of(workers: WorkerGroup) -> list[WorkerSlot]:
 
 
 def deadline(slot: WorkerSlot) -> float | None:
-    """When this worker has to have done something, at the latest."""
+    """Deadline of the current call; None where there is none."""
     if slot.call is not None and not slot.ready:
         return slot.call.since + START_S
     limit = slot.workers.deadline_s
     if limit is None or slot.call is None:
         return None
-    return min([slot.call.since + limit, *(item.since + limit for item in slot.items)])
+    return min([slot.call.since + limit, *(group.received + limit for group in slot.groups)])

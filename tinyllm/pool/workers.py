@@ -1,9 +1,8 @@
-"""What the driver knows of a worker: calls that end as futures, and an end for good.
+"""What the driver knows of a worker: calls whose results are futures, and a kill.
 
-A worker is a process on Ray (ray_workers.py), the servers (served_workers.py) or a thread of the trainer's (here). Each
-has one method that does its work, `work(new, budget_s)`: it takes (name, payload) pairs on, works until something is
-finished or the budget is over, and returns (name, result) pairs, each name at most once. One call is under way at a
-time.
+A worker is a process on Ray (ray_workers.py), the servers (served_workers.py) or a thread of the trainer (here). Each
+has one method that does its work, `work(new, budget_s)`: it accepts new (id, payload) pairs, works until a group is
+finished or the budget is over, and returns (id, result) pairs, each id at most once. One call runs at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ START_S = 900.0
 
 
 class WorkerDied(Exception):
-    """The process of a worker is gone; the text says how."""
+    """The process of a worker ended; the text says how."""
 
 
 class Worker(Protocol):
@@ -30,7 +29,7 @@ class Worker(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it, whatever it is doing; open calls may end with WorkerDied, or never."""
+        """End the worker, whatever it is doing; open calls may end with WorkerDied, or never."""
         ...
 
 
@@ -43,7 +42,7 @@ class WorkerGroup:
     count: int
     make: Callable[[], Worker]
     capacity: int
-    """Groups one of them works on at a time."""
+    """Groups that one worker has at a time."""
     deadline_s: float | None = None
     """Longest time for one group; None where the worker bounds its own work, or cannot be ended."""
     takes_weights: bool = False
@@ -51,7 +50,7 @@ class WorkerGroup:
 
 
 class ThreadWorker:
-    """A worker in a thread of this process. It cannot be ended in the middle of its work: it is left to itself."""
+    """A worker in a thread of this process. A thread cannot be killed: its call runs on, and nobody waits for it."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self._build = build
@@ -74,4 +73,4 @@ class ThreadWorker:
         return outcome
 
     def kill(self) -> None:
-        """Nothing waits for it any more."""
+        """Nothing to do: see the class."""

@@ -19,7 +19,7 @@ from tinyllm.config.io import to_dict
 from tinyllm.config.sections import Config, DPOConfig, GRPOConfig, SFTConfig
 from tinyllm.distributed.ranks import Ranks, current_ranks, several
 from tinyllm.engine.engine import EmbeddedEngine
-from tinyllm.engine.remote.served import ServedEngine
+from tinyllm.engine.remote.served import ServedEngine, make_served_engine, weights_folder
 from tinyllm.errors import ConfigError, DataError, RunError
 from tinyllm.model import models
 from tinyllm.pool.ray_workers import require_ray
@@ -142,8 +142,7 @@ def _sampling_run(
 
         hashes = {"data": data.hash, "verifier": rewards.verifier_hash(judge.parts)}
         facts = _data_facts(data) | {"stop_token_ids": list(params.stop_token_ids), "verifier": judge.describe()}
-        if isinstance(engine, ServedEngine):
-            facts["engine"] = engine.facts()
+        facts |= engine.facts()
         return Run(
             config=config,
             ranks=ranks,
@@ -187,26 +186,18 @@ def _engine(
         return engine
     _tell(callbacks, "asking the servers")
     scorer = model_scorer(learner.policy, 1.0, config.train.tokens_per_microbatch)
-    return ServedEngine(
+    assert path is not None, "a run that publishes weights to servers has a run directory"
+    return make_served_engine(
         config.engine,
         learner.policy,
         tokenizer,
         prompts,
         params,
         score=lambda prompt, ids: scorer([(prompt, ids)])[0].tolist(),
-        folder=_weights_folder(config, path),
+        folder=weights_folder(config.engine, path),
         max_lag=config.pool.max_lag,
         ranks=learner.ranks,
     )
-
-
-def _weights_folder(config: GRPOConfig, path: Path | None) -> Path:
-    """Where new weights are put for servers to read."""
-    assert path is not None, "a run that publishes weights to servers has a run directory"
-    if not config.engine.folder:
-        return path / "weights"
-    own = f"{path.name}-{hash_bytes(bytes(path.resolve()))[:8]}"  # other runs may have the same name
-    return Path(config.engine.folder) / own
 
 
 def _sampled_source(

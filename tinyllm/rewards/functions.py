@@ -20,8 +20,8 @@ import math
 import numbers
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -220,20 +220,8 @@ def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(wait())
-    box: list[Any] = []  # inside a running event loop (a notebook): a loop of its own in a thread of its own
-
-    def target() -> None:
-        try:
-            box.extend((asyncio.run(wait()), None))
-        except BaseException as error:  # noqa: BLE001  raised again below
-            box.extend((None, error))
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    if box[1] is not None:
-        raise box[1]
-    return box[0]
+    with ThreadPoolExecutor(1) as thread:  # a running event loop (a notebook) allows no second one in its thread
+        return thread.submit(asyncio.run, wait()).result()
 
 
 def _line(error: Exception) -> str:

@@ -1,10 +1,8 @@
 """A pool of worker processes that verify, with limits from outside: a hung or dead worker is killed and replaced.
 
 One thread (the caller's) feeds the workers and watches the clock; no signals, so it works from any thread and beside
-any
-event loop. A job's clock starts when an idle, prepared worker gets it, never while it waits. A job that times out or
-kills
-its worker is tried once more alone, and only then marked; the jobs of other samples are not affected.
+any event loop. A task's clock starts when an idle, prepared worker gets it, never while it waits. A task that times out
+or kills its worker is tried once more alone, and only then marked; the tasks of other samples are not affected.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ MAX_MESSAGE = 1 << 28
 
 @dataclass(frozen=True)
 class VerifyTask:
-    """One piece of work for one worker."""
+    """One call of a verifier or reward function, for one worker."""
 
     spec: Any
-    """Of a verifier (a mapping) or a reward function ("module:function"); what the worker prepares once."""
+    """The verifier (a mapping) or the reward function ("module:function"), which the worker prepares once."""
     message: dict[str, Any]
     timeout_s: float
     columns: tuple[str, ...] = ()
     retry: bool = True
     """Whether to try once more, alone, when it times out or its worker dies."""
     pin: int | None = None
-    """The worker that gets it, for functions that keep state; None: any."""
+    """Number of the worker that gets the task, for functions that keep state; None: any."""
 
     @property
     def key(self) -> str:
@@ -57,14 +55,14 @@ class _Worker:
     process: subprocess.Popen[bytes]
     deadline: float
     ready: bool = False
-    job: int | None = None
+    task: int | None = None
     preparing: bool = False
     prepared: set[str] = field(default_factory=set)
     buffer: bytearray = field(default_factory=bytearray)
 
 
 class VerifierPool:
-    """workers processes; timeout and memory (bytes of private memory each) are enforced from here."""
+    """`workers` processes. Time limits and memory (bytes of private memory of each) are enforced from this process."""
 
     def __init__(self, workers: int = 2, memory: int | None = None) -> None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -74,17 +72,17 @@ class VerifierPool:
         self._closed = False
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
-    def run(self, jobs: Sequence[VerifyTask]) -> list[dict[str, Any]]:
-        """The result of each job, in order: what the worker answered, or {"failed": why}.
+    def run(self, tasks: Sequence[VerifyTask]) -> list[dict[str, Any]]:
+        """The result of each task, in order: what the worker returned, or {"failed": why}.
 
-        Raises RewardError when a job breaks its contract (its function or verifier cannot be built, a wrong count), and
-        when the pool is closed.
+        Raises RewardError when a task breaks its contract (its function or verifier cannot be built, a wrong count),
+        and when the pool is closed.
         """
         with self._lock:
-            results: list[dict[str, Any] | None] = [None] * len(jobs)
-            again = self._round(jobs, range(len(jobs)), results)
+            results: list[dict[str, Any] | None] = [None] * len(tasks)
+            again = self._round(tasks, range(len(tasks)), results)
             for index in again:
-                left = self._round(jobs, [index], results, last=True)
+                left = self._round(tasks, [index], results, last=True)
                 assert not left, left
         errors = [result["error"] for result in results if result and "error" in result]
         if errors:
@@ -102,60 +100,60 @@ class VerifierPool:
 
     def _round(
         self,
-        jobs: Sequence[VerifyTask],
+        tasks: Sequence[VerifyTask],
         indices: Sequence[int],
         results: list[dict[str, Any] | None],
         last: bool = False,
     ) -> list[int]:
-        """Run these jobs; returns those to be tried again."""
+        """Run these tasks; returns the indices of those to be tried again."""
         waiting = deque(indices)
         again: list[int] = []
-        open_jobs = len(waiting)
+        unfinished = len(waiting)
 
         def finish(index: int, result: dict[str, Any]) -> None:
-            nonlocal open_jobs
-            open_jobs -= 1
-            if "failed" in result and jobs[index].retry and not last:
+            nonlocal unfinished
+            unfinished -= 1
+            if "failed" in result and tasks[index].retry and not last:
                 again.append(index)
             else:
                 results[index] = result
 
-        while open_jobs:
+        while unfinished:
             if self._closed:
                 raise RewardError("verifying was ended")
-            self._dispatch(jobs, waiting)
+            self._dispatch(tasks, waiting)
             with selectors.DefaultSelector() as selector:
-                busy = [worker for worker in self._workers if worker and (worker.job is not None or not worker.ready)]
+                busy = [worker for worker in self._workers if worker and (worker.task is not None or not worker.ready)]
                 for worker in busy:
                     selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
                 pause = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
                 for key, _ in selector.select(pause):
-                    for index, result in self._receive(key.data, jobs):
+                    for index, result in self._receive(key.data, tasks):
                         finish(index, result)
             now = time.monotonic()
             for worker in busy:
                 if worker in self._workers and worker.deadline <= now:
-                    job = worker.job
+                    task = worker.task
                     late = "starting" if not worker.ready else "loading its verifier" if worker.preparing else ""
                     self._drop(worker)
-                    if job is None:
+                    if task is None:
                         raise RewardError(f"a verifier worker did not start within {START_S:g} s; see its output above")
-                    seconds = jobs[job].timeout_s
-                    finish(job, {"failed": f"timed out {late}" if late else f"timed out after {seconds:g} s"})
+                    seconds = tasks[task].timeout_s
+                    finish(task, {"failed": f"timed out {late}" if late else f"timed out after {seconds:g} s"})
         return again
 
-    def _dispatch(self, jobs: Sequence[VerifyTask], waiting: deque[int]) -> None:
+    def _dispatch(self, tasks: Sequence[VerifyTask], waiting: deque[int]) -> None:
         for slot, worker in enumerate(self._workers):
-            pins = {index: jobs[index].pin for index in waiting}
+            pins = {index: tasks[index].pin for index in waiting}
             mine = [index for index, pin in pins.items() if pin is None or pin % len(self._workers) == slot]
             if not mine:
                 continue
             if worker is None:
                 self._workers[slot] = self._start()
-            elif worker.ready and worker.job is None:
-                worker.job = mine[0]
+            elif worker.ready and worker.task is None:
+                worker.task = mine[0]
                 waiting.remove(mine[0])
-                self._send(worker, jobs[mine[0]])
+                self._send(worker, tasks[mine[0]])
 
     def _start(self) -> _Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
@@ -169,22 +167,22 @@ class VerifierPool:
         )
         return _Worker(process, time.monotonic() + START_S)
 
-    def _send(self, worker: _Worker, job: VerifyTask) -> None:
-        worker.preparing = job.key not in worker.prepared
+    def _send(self, worker: _Worker, task: VerifyTask) -> None:
+        worker.preparing = task.key not in worker.prepared
         message: dict[str, Any] = (
-            {"kind": "prepare", "spec": job.spec, "columns": job.columns} if worker.preparing else job.message
+            {"kind": "prepare", "spec": task.spec, "columns": task.columns} if worker.preparing else task.message
         )
-        seconds = START_S if worker.preparing else job.timeout_s
+        seconds = START_S if worker.preparing else task.timeout_s
         assert worker.process.stdin is not None
         try:
-            worker.process.stdin.write(pack({**message, "key": job.key, "timeout_s": seconds}))
+            worker.process.stdin.write(pack({**message, "key": task.key, "timeout_s": seconds}))
             worker.process.stdin.flush()
         except BrokenPipeError:
             pass  # its end is seen where its output is read
         worker.deadline = time.monotonic() + seconds
 
-    def _receive(self, worker: _Worker, jobs: Sequence[VerifyTask]) -> list[tuple[int, dict[str, Any]]]:
-        """Read what a worker wrote; returns (job, result) when it finished one, or died over one."""
+    def _receive(self, worker: _Worker, tasks: Sequence[VerifyTask]) -> list[tuple[int, dict[str, Any]]]:
+        """Read what a worker wrote; returns [(index of its task, result)] when it finished the task or died over it."""
         import json
 
         assert worker.process.stdout is not None
@@ -192,11 +190,11 @@ class VerifierPool:
         worker.buffer += chunk
         size = HEADER.unpack(worker.buffer[: HEADER.size])[0] if len(worker.buffer) >= HEADER.size else 0
         if not chunk or size > MAX_MESSAGE:
-            job, code = worker.job, self._drop(worker)
-            if job is None:
+            task, code = worker.task, self._drop(worker)
+            if task is None:
                 raise RewardError(f"a verifier worker could not start (exit code {code}); see its output above")
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return [(job, {"failed": f"its worker died ({name})"})]
+            return [(task, {"failed": f"its worker died ({name})"})]
         if len(worker.buffer) < HEADER.size + size or len(worker.buffer) < HEADER.size:
             return []
         result = json.loads(bytes(worker.buffer[HEADER.size : HEADER.size + size]))
@@ -207,13 +205,13 @@ class VerifierPool:
                 limit = _private_bytes(worker.process.pid) + self.memory
                 resource.prlimit(worker.process.pid, resource.RLIMIT_DATA, (limit, limit))
             return []
-        assert worker.job is not None
-        index = worker.job
+        assert worker.task is not None
+        index = worker.task
         if worker.preparing and "error" not in result:
-            worker.prepared.add(jobs[index].key)
-            self._send(worker, jobs[index])
+            worker.prepared.add(tasks[index].key)
+            self._send(worker, tasks[index])
             return []
-        worker.job = None
+        worker.task = None
         return [(index, result)]
 
     def _drop(self, worker: _Worker) -> int:

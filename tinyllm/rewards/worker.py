@@ -1,9 +1,8 @@
-"""A verifier worker: reads jobs from its standard input, writes results to what was its standard output, one at a time.
+"""A verifier worker: reads tasks from its standard input, writes results to what was its standard output, one by one.
 
 Messages are JSON with an 8-byte length before them; results are plain numbers and texts, never pickles. The parent
-(pool.py)
-keeps the clock and kills; here stands only what ends a worker whose parent is gone: a thread that looks after it, and,
-where a call keeps even that from running, a limit on CPU time.
+(pool.py) keeps the clock and kills. This module only ends a worker whose parent is gone: by a thread that looks for the
+parent, and, where a call keeps even that thread from running, by a limit on CPU time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tinyllm.rewards.selftest import row_fault
 
 HEADER = struct.Struct(">Q")
 SPARE_CPU_S = 60
-"""CPU seconds over twice a job's limit after which the kernel ends a worker that nobody waits for."""
+"""CPU seconds, over twice the time limit of a task, after which the kernel ends a worker."""
 
 
 def read_message(stream: BinaryIO) -> dict[str, Any] | None:
@@ -53,18 +52,18 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     out.write(pack({"ready": True}))
     out.flush()
-    while (job := read_message(sys.stdin.buffer)) is not None:
-        _limit_cpu(job.get("timeout_s", 60.0))
+    while (task := read_message(sys.stdin.buffer)) is not None:
+        _limit_cpu(task.get("timeout_s", 60.0))
         try:
-            answer = _answer(job, built)
+            result = _result(task, built)
         except TinyLLMError as error:
-            answer = {"error": str(error)}
-        out.write(pack(answer))
+            result = {"error": str(error)}
+        out.write(pack(result))
         out.flush()
 
 
 def _end_with(parent: int) -> None:
-    """When the parent is gone, ends this process and what it started: a call that hangs reads no end of input."""
+    """Wait until the parent is gone, then kill this process and its children: a hung call reads no end of input."""
     while os.getppid() == parent:
         time.sleep(1.0)
     with suppress(ProcessLookupError):
@@ -77,22 +76,22 @@ def _limit_cpu(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def _answer(job: dict[str, Any], built: dict[str, Any]) -> dict[str, Any]:
-    key = job["key"]
-    if job["kind"] == "prepare":
-        spec = job["spec"]
+def _result(task: dict[str, Any], built: dict[str, Any]) -> dict[str, Any]:
+    key = task["key"]
+    if task["kind"] == "prepare":
+        spec = task["spec"]
         if isinstance(spec, str) and not spec.startswith("{"):
             built[key] = functions.load_function(spec)
-            functions.check_columns(built[key], spec, job["columns"])
+            functions.check_columns(built[key], spec, task["columns"])
         else:
             built[key] = build(spec)
             built[key].warm_up()
         return {}
-    if job["kind"] == "verify":
-        return {"verdicts": [to_json(verify(built[key], job["row"], job["text"]))]}
-    if job["kind"] == "fault":
-        return {"fault": _fault(built[key], job["row"])}
-    return _call(built[key], job)
+    if task["kind"] == "verify":
+        return {"verdicts": [to_json(verify(built[key], task["row"], task["text"]))]}
+    if task["kind"] == "fault":
+        return {"fault": _fault(built[key], task["row"])}
+    return _call(built[key], task)
 
 
 def _fault(verifier: Verifier, row: dict[str, Any]) -> str | None:
@@ -102,9 +101,9 @@ def _fault(verifier: Verifier, row: dict[str, Any]) -> str | None:
         return f"the self-test failed: {type(error).__name__}"
 
 
-def _call(function: Callable[..., Any], job: dict[str, Any]) -> dict[str, Any]:
+def _call(function: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]:
     logged = functions.Logged()
-    verdicts = functions.call(function, job["name"], functions.RewardBatch(**job["batch"]), logged)
+    verdicts = functions.call(function, task["name"], functions.RewardBatch(**task["batch"]), logged)
     extras = {name: [_plain(value) for value in values] for name, values in logged.extras.items()}
     return {"verdicts": [to_json(verdict) for verdict in verdicts], "metrics": logged.metrics, "extras": extras}
 

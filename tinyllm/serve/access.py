@@ -18,12 +18,8 @@ class Access:
     def __init__(self, api_key: str | None, admin_key: str | None) -> None:
         self._api, self._admin = (key.encode() if key else None for key in (api_key, admin_key))
 
-    @property
-    def has_admin(self) -> bool:
-        return self._admin is not None
-
     def check(self, authorization: bytes, *, admin: bool, path: str) -> None:
-        """Raises Refused: 401 for a wrong API key, 403 for a wrong admin key, 404 where there are no admin routes."""
+        """Raises APIError: 401 for a wrong API key, 403 for a wrong admin key, 404 where there are no admin routes."""
         if admin and self._admin is None:
             raise APIError(
                 f"{path} does not exist: this server has no admin key (start it with --admin-key or {ADMIN_KEY})",

@@ -90,7 +90,9 @@ class AnswerWriter:
         return self.prompts[index // self.asked.n]
 
     def versions(self, sampled: Sampled) -> dict[str, Any]:
-        spans = [{"version": self.label(s.revision), "start": s.start, "end": s.end} for s in sampled.spans]
+        spans = [
+            {"version": self.label(s.revision), "start": s.start, "end": s.end} for s in sampled.spans if s.revision
+        ]
         return {"weight_versions": spans}
 
     def usage(self, done: dict[int, Finished]) -> dict[str, int]:

@@ -27,7 +27,7 @@ from tinyllm.serve.answers import AnswerWriter, TokenNames
 from tinyllm.serve.fields import APIError, parse_object
 from tinyllm.serve.metrics import CONTENT_TYPE, Metrics
 from tinyllm.serve.protocol import CompletionParams
-from tinyllm.serve.replies import AuthMiddleware, StreamingReply, read_body, refusal, reply
+from tinyllm.serve.replies import AuthMiddleware, StreamingResponse, read_body, refusal, reply
 from tinyllm.serve.worker import EngineThread, Event, Finished, RequestHandle, dead
 
 LOGPROBS = "after temperature, top-k, top-p, min-p"
@@ -70,7 +70,7 @@ class Service:
         self.worker = EngineThread(self._scheduler, revision, self._deliver, self._failed, settings.threads)
         self.metrics = Metrics(lambda: self.worker.running, lambda: self.worker.waiting)
         self.admin = AdminRoutes(policy, self.worker, self.metrics)
-        self.tickets: set[RequestHandle] = set()
+        self.handles: set[RequestHandle] = set()
         self.outstanding = 0
         """Choices that were admitted and are not finished."""
         self.draining = False
@@ -103,15 +103,15 @@ class Service:
         self.draining = True
         try:
             async with asyncio.timeout(self.settings.drain_s):
-                while self.tickets:
+                while self.handles:
                     if self.worker.paused and self.worker.died is None:
                         await self.worker.resume()  # what runs could not finish otherwise; a pause may come late
                     await asyncio.sleep(0.02)
-        except (TimeoutError, APIError):  # Refused: the engine died meanwhile, and every ticket was told
+        except (TimeoutError, APIError):  # APIError: the engine died meanwhile, and every request was told
             pass
-        cut = list(self.tickets)
-        for ticket in cut:
-            ticket.fail(APIError("the server stops", status=503, kind="server_error", code="shutting_down"))
+        cut = list(self.handles)
+        for handle in cut:
+            handle.fail(APIError("the server stops", status=503, kind="server_error", code="shutting_down"))
         return len(cut)
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Service:
     # -- between the engine and requests --------------------------------------------------------------------------
 
     def admit(self, asked: CompletionParams, prompts: Sequence[tuple[int, ...]]) -> RequestHandle:
-        """A place for every choice. Raises Refused: too long (400), queue full (429), not serving (503)."""
+        """A place for every choice. Raises APIError: too long (400), queue full (429), not serving (503)."""
         if self.draining:
             raise APIError(
                 "the server is shutting down", status=503, kind="server_error", code="shutting_down", retry_after_s=5
@@ -138,12 +138,12 @@ class Service:
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
-        ticket = RequestHandle(prompts, params, asked.keys, asked.n, asked.stream, asked.top_logprobs)
-        self.outstanding += ticket.choices
-        self.tickets.add(ticket)
+        handle = RequestHandle(prompts, params, asked.keys, asked.n, asked.stream, asked.top_logprobs)
+        self.outstanding += handle.choices
+        self.handles.add(handle)
         self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
-        self.worker.submit(ticket)
-        return ticket
+        self.worker.submit(handle)
+        return handle
 
     def _length(self, asked: CompletionParams, prompt: int, number: int) -> int:
         """Tokens that a completion may have."""
@@ -160,38 +160,38 @@ class Service:
             )
         return length
 
-    def release(self, ticket: RequestHandle) -> None:
+    def release(self, handle: RequestHandle) -> None:
         """Nobody waits for the rest of a request any more: its slots are free."""
-        ticket.closed = True
-        self.tickets.discard(ticket)
-        if ticket.open:
-            self.worker.cancel(ticket)
-            self.outstanding -= len(ticket.open)
-            ticket.open.clear()
+        handle.closed = True
+        self.handles.discard(handle)
+        if handle.open:
+            self.worker.cancel(handle)
+            self.outstanding -= len(handle.open)
+            handle.open.clear()
 
     def _deliver(self, entries: list[tuple[RequestHandle, Event]]) -> None:
-        for ticket, (choice, what) in entries:
-            if ticket.closed:
+        for handle, (choice, what) in entries:
+            if handle.closed:
                 continue
             if isinstance(what, Finished):
-                ticket.open.discard(choice)
+                handle.open.discard(choice)
                 self.outstanding -= 1
-                self._observe(ticket, what)
-            ticket.events.append((choice, what))
-            ticket.wake.set()
+                self._observe(handle, what)
+            handle.events.append((choice, what))
+            handle.wake.set()
 
-    def _observe(self, ticket: RequestHandle, done: Finished) -> None:
+    def _observe(self, handle: RequestHandle, done: Finished) -> None:
         count = len(done.sampled.token_ids)
         self.metrics.completion_tokens.inc(count)
-        self.metrics.first_token_s.observe(done.first_at - ticket.arrived_at)
+        self.metrics.first_token_s.observe(done.first_at - handle.arrived_at)
         if count > 1:
             self.metrics.token_s.observe((done.last_at - done.first_at) / (count - 1))
 
-    def _failed(self, tickets: list[RequestHandle] | None, why: str) -> None:
+    def _failed(self, handles: list[RequestHandle] | None, why: str) -> None:
         """The engine could not go on with some requests; with all of them (None) when it died."""
-        for ticket in list(self.tickets) if tickets is None else tickets:
+        for handle in list(self.handles) if handles is None else handles:
             self.metrics.failed.inc()
-            ticket.fail(APIError(f"the engine failed: {why}", status=500, kind="server_error", code="engine_error"))
+            handle.fail(APIError(f"the engine failed: {why}", status=500, kind="server_error", code="engine_error"))
 
     # -- routes ---------------------------------------------------------------------------------------------------
 
@@ -215,10 +215,10 @@ class Service:
         else:
             prompts = self._render(asked)
         answer = AnswerWriter(asked, prompts, self.settings.model_name, self.names, self.admin.label)
-        return StreamingReply(self, answer, prompts)
+        return StreamingResponse(self, answer, prompts)
 
     def _render(self, asked: CompletionParams) -> list[tuple[int, ...]]:
-        """Every prompt as token ids, by the one function that training uses too. Raises Refused."""
+        """Every prompt as token ids, by the one function that training uses too. Raises APIError."""
         rendered: list[tuple[int, ...]] = []
         for prompt in asked.prompts:
             if isinstance(prompt, str) or asked.chat:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 Reader = Callable[[str, Any], Any]
-"""(name of the field, its value) -> the checked value. Raises Refused."""
+"""(name of the field, its value) -> the checked value. Raises APIError."""
 
 
 class APIError(Exception):
@@ -40,7 +40,7 @@ def to_json(obj: Any) -> bytes:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises Refused: not UTF-8, not JSON, NaN or infinity, too deep, not an object."""
+    """The JSON object of a body. Raises APIError: not UTF-8, not JSON, NaN or infinity, too deep, not an object."""
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
     except UnicodeDecodeError:
@@ -62,7 +62,7 @@ def _no_constant(name: str) -> NoReturn:
 def read(
     body: Mapping[str, Any], readers: Mapping[str, Reader], neutral: Mapping[str, tuple[Any, ...]] | None = None
 ) -> dict[str, Any]:
-    """The known fields of a body, each checked. Raises Refused for the first that is not right."""
+    """The known fields of a body, each checked. Raises APIError for the first that is not right."""
     neutral = neutral or {}
     found: dict[str, Any] = {}
     for name, value in body.items():

@@ -176,7 +176,7 @@ _CHAT_NEUTRAL = {
 
 
 def read_completion(body: Mapping[str, Any], vocabulary: int, most: int) -> CompletionParams:
-    """The body of POST /v1/completions, for at most `most` choices. Raises Refused."""
+    """The body of POST /v1/completions, for at most `most` choices. Raises APIError."""
     readers = {
         "prompt": _prompts(vocabulary),
         **_shared(vocabulary),
@@ -195,7 +195,7 @@ def read_completion(body: Mapping[str, Any], vocabulary: int, most: int) -> Comp
 
 
 def read_chat(body: Mapping[str, Any], vocabulary: int, most: int) -> CompletionParams:
-    """The body of POST /v1/chat/completions, for at most `most` choices. Raises Refused."""
+    """The body of POST /v1/chat/completions, for at most `most` choices. Raises APIError."""
     readers = {
         "messages": _messages,
         **_shared(vocabulary),

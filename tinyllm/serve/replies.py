@@ -41,7 +41,7 @@ def refusal(error: APIError) -> Response:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request. Raises Refused: too large (413), too slow (408)."""
+    """The body of a request. Raises APIError: too large (413), too slow (408)."""
     too_large = APIError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
@@ -93,16 +93,16 @@ class AuthMiddleware:
 
 
 class Waiting(Protocol):
-    """What Generation needs of the service."""
+    """What StreamingResponse needs of the service."""
 
     metrics: Metrics
 
     def admit(self, asked: CompletionParams, prompts: Sequence[tuple[int, ...]]) -> RequestHandle: ...
 
-    def release(self, ticket: RequestHandle) -> None: ...
+    def release(self, handle: RequestHandle) -> None: ...
 
 
-class StreamingReply:
+class StreamingResponse:
     """The answer to a request for completions, as an ASGI application: admits it, waits, and sends what comes.
 
     A client that hangs up is noticed at once, whether it waits for the whole or for the next chunk.
@@ -110,21 +110,21 @@ class StreamingReply:
 
     def __init__(self, service: Waiting, answer: AnswerWriter, prompts: Sequence[tuple[int, ...]]) -> None:
         self.service, self.answer = service, answer
-        self.ticket = service.admit(answer.asked, prompts)
+        self.handle = service.admit(answer.asked, prompts)
         self.done: dict[int, Finished] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ticket = self.ticket
-        watch = asyncio.create_task(_watch(receive, ticket))
+        handle = self.handle
+        watch = asyncio.create_task(_watch(receive, handle))
         try:
             if self.answer.asked.stream:
                 await self._send_chunks(send)
             else:
                 await self._send_whole(send)
-            if ticket.left and ticket.open:
+            if handle.left and handle.open:
                 self.service.metrics.dropped.inc()
         finally:
-            self.service.release(ticket)
+            self.service.release(handle)
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
@@ -132,7 +132,7 @@ class StreamingReply:
     async def _send_whole(self, send: Send) -> None:
         while not self._over():
             await self._events()
-        if self.ticket.left:
+        if self.handle.left:
             return
         self._raise_failure()
         body = self.answer.whole(self.done)
@@ -144,47 +144,47 @@ class StreamingReply:
         begun = False
         while not self._over():
             body = await self._events()
-            if body and not self.ticket.left:
+            if body and not self.handle.left:
                 if not begun:
                     await self._start(send, *_EVENTS)
                     begun = True
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-        if self.ticket.left:
+        if self.handle.left:
             return
         if not begun:
             self._raise_failure()
-        failure = self.ticket.failed
+        failure = self.handle.failed
         last = self.answer.last_chunks(self.done) if failure is None else event(failure.body)
         await send({"type": "http.response.body", "body": last})
 
     def _over(self) -> bool:
-        ticket = self.ticket
-        return ticket.left or ticket.failed is not None or len(self.done) == ticket.choices
+        handle = self.handle
+        return handle.left or handle.failed is not None or len(self.done) == handle.choices
 
     def _raise_failure(self) -> None:
-        if self.ticket.failed is not None:
-            raise self.ticket.failed
+        if self.handle.failed is not None:
+            raise self.handle.failed
 
     async def _events(self) -> bytes:
         """Waits for news of the engine; returns the chunks that they make in a stream."""
-        ticket = self.ticket
-        await ticket.wake.wait()
-        ticket.wake.clear()
-        if not ticket.streaming:
-            for choice, what in ticket.events:
+        handle = self.handle
+        await handle.wake.wait()
+        handle.wake.clear()
+        if not handle.streaming:
+            for choice, what in handle.events:
                 assert isinstance(what, Finished)
                 self.done[choice] = what
-            ticket.events.clear()
+            handle.events.clear()
             return b""
         drawn: dict[int, list[Drawn]] = {}
         ended: dict[int, Finished] = {}
-        for choice, what in ticket.events:
+        for choice, what in handle.events:
             if isinstance(what, Finished):
                 ended[choice] = what
                 drawn.setdefault(choice, [])
             else:
                 drawn.setdefault(choice, []).append(what)
-        ticket.events.clear()
+        handle.events.clear()
         chunks = [self.answer.chunk(choice, tokens, ended.get(choice)) for choice, tokens in drawn.items()]
         self.done |= ended
         return b"".join(chunks)
@@ -194,9 +194,9 @@ class StreamingReply:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-async def _watch(receive: Receive, ticket: RequestHandle) -> None:
+async def _watch(receive: Receive, handle: RequestHandle) -> None:
     """Notices the client hanging up."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    ticket.left = True
-    ticket.wake.set()
+    handle.left = True
+    handle.wake.set()

@@ -89,27 +89,27 @@ class RequestHandle:
 class _Sink:
     """What one job's callbacks write to, in the engine thread."""
 
-    def __init__(self, worker: EngineThread, ticket: RequestHandle, first: int) -> None:
-        self.worker, self.ticket, self.first = worker, ticket, first
-        self.top: list[list[Top]] = [[] for _ in range(ticket.n)]
-        self.first_at = [0.0] * ticket.n
-        self.left = ticket.n
+    def __init__(self, worker: EngineThread, handle: RequestHandle, first: int) -> None:
+        self.worker, self.handle, self.first = worker, handle, first
+        self.top: list[list[Top]] = [[] for _ in range(handle.n)]
+        self.first_at = [0.0] * handle.n
+        self.left = handle.n
 
     def on_token(self, sample: int, token: int, logprob: float, top: Top) -> None:
         if not self.first_at[sample]:
             self.first_at[sample] = time.monotonic()
-        if self.ticket.top_logprobs:
+        if self.handle.top_logprobs:
             top = [(other, value) for other, value in top if value > -math.inf]  # top-k may leave fewer than asked for
             self.top[sample].append(top)
-        if self.ticket.streaming:
-            self.worker.outbox.append((self.ticket, (self.first + sample, Drawn(token, logprob, top))))
+        if self.handle.streaming:
+            self.worker.outbox.append((self.handle, (self.first + sample, Drawn(token, logprob, top))))
 
     def on_finish(self, sampled: Sampled) -> None:
         done = Finished(sampled, self.top[sampled.sample], self.first_at[sampled.sample], time.monotonic())
-        self.worker.outbox.append((self.ticket, (self.first + sampled.sample, done)))
+        self.worker.outbox.append((self.handle, (self.first + sampled.sample, done)))
         self.left -= 1
         if not self.left:
-            self.worker.forget(self.ticket)
+            self.worker.forget(self.handle)
 
 
 class EngineThread:
@@ -132,7 +132,7 @@ class EngineThread:
         self.running = self.waiting = 0
         self.steps = 0
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._tickets: dict[RequestHandle, int] = {}
+        self._handles: dict[RequestHandle, int] = {}
         """Those with jobs in the scheduler, with how many."""
         self._held: list[RequestHandle] = []
         """Those that came while paused; they enter at resume."""
@@ -153,11 +153,11 @@ class EngineThread:
         """Ends the thread after the step it is in."""
         self._actions.put(self._end)
 
-    def submit(self, ticket: RequestHandle) -> None:
-        self._actions.put(lambda: self._submit(ticket))
+    def submit(self, handle: RequestHandle) -> None:
+        self._actions.put(lambda: self._submit(handle))
 
-    def cancel(self, ticket: RequestHandle) -> None:
-        self._actions.put(lambda: self._cancel(ticket))
+    def cancel(self, handle: RequestHandle) -> None:
+        self._actions.put(lambda: self._cancel(handle))
 
     async def pause(self, mode: str) -> None:
         """No step any more: at once ("keep"), or when all that runs is finished ("wait")."""
@@ -205,11 +205,11 @@ class EngineThread:
 
     # -- engine thread --------------------------------------------------------------------------------------------
 
-    def forget(self, ticket: RequestHandle) -> None:
-        """A job of the ticket is finished (engine thread)."""
-        self._tickets[ticket] -= 1
-        if not self._tickets[ticket]:
-            del self._tickets[ticket]
+    def forget(self, handle: RequestHandle) -> None:
+        """A job of the handle is finished (engine thread)."""
+        self._handles[handle] -= 1
+        if not self._handles[handle]:
+            del self._handles[handle]
 
     def publish(self, revision: Revision) -> None:
         """The weights were changed (engine thread, through call)."""
@@ -258,44 +258,44 @@ class EngineThread:
     def _recover(self, why: str) -> None:
         """Fails the requests that ran in a step that could not be done; those that had not begun start in a new one."""
         not_begun = self.scheduler.not_begun
-        concerned = [ticket for ticket in self._tickets if any(job.id not in not_begun for job in ticket.jobs)]
-        rest = [ticket for ticket in self._tickets if ticket not in concerned]
+        concerned = [handle for handle in self._handles if any(job.id not in not_begun for job in handle.jobs)]
+        rest = [handle for handle in self._handles if handle not in concerned]
         gone = set(map(id, concerned))
         self.outbox = [entry for entry in self.outbox if id(entry[0]) not in gone]
-        self._tickets.clear()
+        self._handles.clear()
         self.scheduler = self.make_scheduler(self.revision)
         self._tell(self.on_failure, concerned, why)
-        for ticket in rest:
-            self._submit(ticket)
+        for handle in rest:
+            self._submit(handle)
 
-    def _submit(self, ticket: RequestHandle) -> None:
+    def _submit(self, handle: RequestHandle) -> None:
         if self.paused or self._draining:
-            self._held.append(ticket)
+            self._held.append(handle)
             self._count()
             return
         jobs = []
-        for number, (ids, params) in enumerate(zip(ticket.prompts, ticket.params, strict=True)):
-            first = number * ticket.n
-            sink = _Sink(self, ticket, first)
-            keys = ticket.keys[first : first + ticket.n]
-            name = f"{id(ticket)}/{number}"
-            jobs.append(SampleRequest(name, ids, params, keys, sink.on_finish, sink.on_token, ticket.top_logprobs))
-        ticket.jobs = tuple(jobs)
-        self._tickets[ticket] = len(jobs)
+        for number, (ids, params) in enumerate(zip(handle.prompts, handle.params, strict=True)):
+            first = number * handle.n
+            sink = _Sink(self, handle, first)
+            keys = handle.keys[first : first + handle.n]
+            name = f"{id(handle)}/{number}"
+            jobs.append(SampleRequest(name, ids, params, keys, sink.on_finish, sink.on_token, handle.top_logprobs))
+        handle.jobs = tuple(jobs)
+        self._handles[handle] = len(jobs)
         for job in jobs:
             self.scheduler.submit(job)
         self._count()
 
-    def _cancel(self, ticket: RequestHandle) -> None:
-        if ticket in self._held:
-            self._held.remove(ticket)
-        if self._tickets.pop(ticket, None):
-            for job in ticket.jobs:
+    def _cancel(self, handle: RequestHandle) -> None:
+        if handle in self._held:
+            self._held.remove(handle)
+        if self._handles.pop(handle, None):
+            for job in handle.jobs:
                 self.scheduler.cancel(job.id)
         self._count()
 
     def _count(self) -> None:
-        held = sum(ticket.choices for ticket in self._held)
+        held = sum(handle.choices for handle in self._held)
         self.running, self.waiting = self.scheduler.running, self.scheduler.waiting + held
 
     def _pause(self, mode: str, future: asyncio.Future[None]) -> None:
@@ -318,8 +318,8 @@ class EngineThread:
         for future in self._draining:
             self._tell(_settle, future, None, APIError("resumed before the pause was reached", status=409))
         self._draining.clear()
-        for ticket in held:
-            self._submit(ticket)
+        for handle in held:
+            self._submit(handle)
 
     def _end(self) -> None:
         self._stop = True

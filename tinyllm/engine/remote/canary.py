@@ -1,9 +1,10 @@
 """The canary: a fixed prompt whose log-probabilities prove which weights a server runs.
 
-After an update the server samples the prompt greedily, the trainer scores the same ids, and the two must agree: on each
-token within the tolerance. That alone would let an update smaller than the tolerance get lost unseen, so a server is
-also caught when its answer is the one before the update to the last bit while the trainer's numbers for it moved by
-more than a tenth of the tolerance (below that, the rounding of a server's own precision may swallow an update).
+After an update the server samples the prompt greedily, the trainer scores the same ids, and their log-probabilities of
+each token must agree within the tolerance. That alone would miss a lost update that is smaller than the tolerance. So
+a server is also refused when its output equals the one before the update to the last bit, while the trainer's
+log-probabilities for that output moved by more than a tenth of the tolerance (a smaller update may vanish in the
+rounding of the server's precision).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tinyllm.engine.remote.client import exchange, revision_of
-from tinyllm.engine.remote.dialects import CompletionRequest, InvalidResponse, require_sound
-from tinyllm.engine.remote.http import Http
+from tinyllm.engine.remote.dialects import CompletionRequest, require_sound
+from tinyllm.engine.remote.http import Http, InvalidResponse
 from tinyllm.engine.remote.servers import Server
 from tinyllm.records import SamplingParams
 
@@ -27,7 +28,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
 
 @dataclass(frozen=True)
 class CanaryOutput:
-    """What a server answered: greedy ids and their log-probabilities."""
+    """What a server sampled from the fixed prompt: greedy ids and their log-probabilities."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -35,31 +36,34 @@ class CanaryOutput:
 
 @dataclass
 class Canary:
-    """The fixed prompt, and what was heard before."""
+    """The fixed prompt, and each server's last output for it."""
 
     prompt: tuple[int, ...]
     score: Score
     tolerance: float
     tokens: int = 16
     _last: dict[str, tuple[CanaryOutput, tuple[float, ...]]] = field(default_factory=dict)
-    """By server: its last answer, and the trainer's numbers for it then."""
+    """By server: its last output, and the trainer's log-probabilities of it at that time."""
     _count: int = 0
 
-    async def sample_canary(self, http: Http, server: Server, seconds: float) -> CanaryOutput:
-        """The server's answer. Raises Failed and Bad, also when the answer names another revision."""
+    async def sample(self, http: Http, server: Server, seconds: float) -> CanaryOutput:
+        """The server's output. Raises RequestFailed, also when the response names another revision."""
         self._count += 1
         params = SamplingParams(max_new_tokens=self.tokens, temperature=0.0)
-        ask = CompletionRequest(f"tinyllm-canary-{self._count}", server.model, self.prompt, 1, params, seeded=False)
-        answer = require_sound(await exchange(http, server, ask, seconds), ask)
-        revision_of(answer, server)
-        return CanaryOutput(tuple(answer.token_ids), tuple(float(x) for x in answer.logprobs))
+        request = CompletionRequest(f"tinyllm-canary-{self._count}", server.model, self.prompt, 1, params, seeded=False)
+        response = require_sound(await exchange(http, server, request, seconds), request)
+        revision_of(response, server)
+        return CanaryOutput(tuple(response.token_ids), tuple(float(x) for x in response.logprobs))
 
-    def judge(self, server: Server, sung: CanaryOutput) -> float:
-        """The largest difference to the trainer, in nats. Raises Bad when these are not the trainer's weights."""
+    def judge(self, server: Server, output: CanaryOutput) -> float:
+        """The largest difference to the trainer's log-probabilities, in nats.
+
+        Raises InvalidResponse when the output is not of the trainer's weights.
+        """
         before = self._last.get(server.url)
-        now = tuple(self.score(self.prompt, sung.token_ids))
-        gap = _largest(now, sung.logprobs)
-        stale = before is not None and before[0] == sung
+        now = tuple(self.score(self.prompt, output.token_ids))
+        gap = _largest(now, output.logprobs)
+        stale = before is not None and before[0] == output
         moved = _largest(now, before[1]) if stale and before is not None else 0.0
         if stale and moved > self.tolerance / 10:
             raise InvalidResponse(
@@ -73,7 +77,7 @@ class Canary:
                 f"its log-probabilities differ from the trainer's by up to {gap:.3g}, more than the "
                 f"{self.tolerance:g} of engine.canary_tolerance",
             )
-        self._last[server.url] = (sung, now)
+        self._last[server.url] = (output, now)
         return gap
 
 

@@ -21,15 +21,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tinyllm.engine.remote.dialects import (
-    DIALECTS,
-    CompletionRequest,
-    CompletionResponse,
-    Dialect,
+from tinyllm.engine.remote.dialects import DIALECTS, CompletionRequest, CompletionResponse, Dialect, require_sound
+from tinyllm.engine.remote.http import (
+    FailureKind,
+    Http,
     InvalidResponse,
-    require_sound,
+    RequestFailed,
+    RetryPolicy,
+    list_models,
+    retry,
 )
-from tinyllm.engine.remote.http import Http, RequestFailed, RetryPolicy, retry
 from tinyllm.errors import EngineError
 from tinyllm.records import SamplingParams
 
@@ -91,17 +92,17 @@ async def ask_capabilities(
     prompt: tuple[int, ...] = (1, 2, 3, 4),
     key: str = "",
     seeds: bool = True,
-    patience: RetryPolicy | None = None,
+    retry_policy: RetryPolicy | None = None,
 ) -> Capabilities:
     """Ask one server. prompt: valid token ids; seeds False: never send one. Raises EngineError."""
-    interview = _Interview(http, url, prompt, key, patience or RetryPolicy())
+    interview = _Interview(http, url, prompt, key, retry_policy or RetryPolicy())
     try:
         facts = await interview.who(model)
         facts = await interview.what_it_returns(facts)
         if facts.logprobs == UNKNOWN:
             facts = replace(facts, logprobs=await interview.convention(facts))
         facts = replace(facts, seeds=facts.seeds and seeds)
-    except (RequestFailed, InvalidResponse) as error:
+    except RequestFailed as error:
         raise EngineError(f"{url}: {error}") from None
     if facts.seeds and facts.server != "tinyllm":
         facts = replace(facts, seeds=await interview.seeds(facts))
@@ -111,14 +112,14 @@ async def ask_capabilities(
 class _Interview:
     """The questions to one server."""
 
-    def __init__(self, http: Http, url: str, prompt: tuple[int, ...], key: str, patience: RetryPolicy) -> None:
-        self.http, self.url, self.prompt, self.key, self.patience = http, url, prompt, key, patience
+    def __init__(self, http: Http, url: str, prompt: tuple[int, ...], key: str, retry_policy: RetryPolicy) -> None:
+        self.http, self.url, self.prompt, self.key, self.retry_policy = http, url, prompt, key, retry_policy
         self.count = 0
 
     async def get(self, path: str) -> Mapping[str, Any]:
         """A JSON object, empty where the server has no such page."""
         try:
-            body = await self.http.ask("GET", self.url + path, timeout_s=QUESTION_S, key=self.key)
+            body = await self.http.request("GET", self.url + path, timeout_s=QUESTION_S, key=self.key)
         except RequestFailed as error:
             if error.status is None:
                 raise
@@ -129,17 +130,17 @@ class _Interview:
         """Which server it is, and which of its models is meant."""
         try:
             listed = await retry(
-                replace(self.patience, deadline_s=min(QUESTION_S, self.patience.deadline_s)),
-                lambda _, seconds: self.http.ask("GET", f"{self.url}/v1/models", timeout_s=seconds, key=self.key),
+                replace(self.retry_policy, deadline_s=min(QUESTION_S, self.retry_policy.deadline_s)),
+                lambda _, seconds: list_models(self.http, f"{self.url}/v1", timeout_s=seconds, key=self.key),
             )
-            entries = [entry for entry in listed["data"] if not entry.get("parent")]  # a parent: it is an adapter
-            names = [str(entry["id"]) for entry in entries]
+        except InvalidResponse as error:
+            raise EngineError(f"{self.url}/v1/models {error}") from None
         except RequestFailed as error:
             if error.status in (401, 403):
                 raise EngineError(f"{self.url} refuses the key; set TINYLLM_API_KEY") from None
             raise EngineError(f"{self.url}: {error}; is a server running there?") from None
-        except (TypeError, KeyError, AttributeError):
-            raise EngineError(f"{self.url}/v1/models did not answer with a list of models") from None
+        entries = [entry for entry in listed if not entry.get("parent")]  # a parent: it is an adapter
+        names = [entry["id"] for entry in entries]
         there = ", ".join(names[:10]) or "none"
         if model is None and len(names) != 1:
             raise EngineError(f"{self.url} has {len(names)} models ({there}); choose one with engine.model")
@@ -157,7 +158,7 @@ class _Interview:
             url=self.url,
             server=server,
             version=None,
-            model=str(entry["id"]),
+            model=entry["id"],
             logprobs=UNKNOWN,
             seeds=True,
             spans=False,
@@ -168,24 +169,24 @@ class _Interview:
     async def what_it_returns(self, facts: Capabilities) -> Capabilities:
         """Version, convention where it is shown, and one greedy request."""
         facts = await _SHOWN[facts.server](self, facts)
-        ask, answer = await self.sample(facts, SamplingParams(max_new_tokens=2, temperature=0.0))
-        return replace(facts, spans=answer.spans is not None, echoes_id=(answer.id or "").endswith(ask.id))
+        request, response = await self.sample(facts, SamplingParams(max_new_tokens=2, temperature=0.0))
+        return replace(facts, spans=response.spans is not None, echoes_id=(response.id or "").endswith(request.id))
 
     async def sample(
         self, facts: Capabilities, params: SamplingParams, key: int = 1, seeded: bool = False
     ) -> tuple[CompletionRequest, CompletionResponse]:
         dialect = DIALECTS[facts.server]
-        ask = self.ask(facts, self.prompt, params, key, seeded)
-        return ask, require_sound(dialect.read(await self.post(dialect, dialect.write(ask))), ask)
+        request = self.request(facts, self.prompt, params, key, seeded)
+        return request, require_sound(dialect.read(await self.post(dialect, dialect.write(request))), request)
 
-    def ask(
+    def request(
         self, facts: Capabilities, prompt: tuple[int, ...], params: SamplingParams, key: int = 1, seeded: bool = False
     ) -> CompletionRequest:
         self.count += 1
         return CompletionRequest(f"tinyllm-question-{self.count}", facts.model, prompt, key, params, seeded)
 
     async def post(self, dialect: Dialect, body: Any) -> Any:
-        return await self.http.ask("POST", self.url + dialect.path, body, timeout_s=QUESTION_S, key=self.key)
+        return await self.http.request("POST", self.url + dialect.path, body, timeout_s=QUESTION_S, key=self.key)
 
     async def convention(self, facts: Capabilities) -> str:
         """See the head of this file."""
@@ -194,9 +195,9 @@ class _Interview:
             gaps = []
             for temperature in (1.0, 0.5):
                 params = SamplingParams(max_new_tokens=1, temperature=temperature)
-                ask = self.ask(facts, self.prompt[:end], params)
+                request = self.request(facts, self.prompt[:end], params)
                 first, second, *_ = sorted(
-                    dialect.read_tops(await self.post(dialect, dialect.write_tops(ask))), reverse=True
+                    dialect.read_tops(await self.post(dialect, dialect.write_tops(request))), reverse=True
                 ) + [0.0, 0.0]
                 gaps.append(first - second)
             if gaps[0] >= _GAP:
@@ -209,7 +210,7 @@ class _Interview:
         params = SamplingParams(max_new_tokens=16)
         try:
             drawn = [(await self.sample(facts, params, key, seeded=True))[1].token_ids for key in (5, 5, 6)]
-        except (RequestFailed, InvalidResponse):
+        except RequestFailed:
             if await alive(self.http, self.url, self.key) and await self.still_samples(facts):
                 return False
             raise EngineError(
@@ -221,7 +222,7 @@ class _Interview:
     async def still_samples(self, facts: Capabilities) -> bool:
         try:
             await self.sample(facts, SamplingParams(max_new_tokens=1, temperature=0.0))
-        except (RequestFailed, InvalidResponse):
+        except RequestFailed:
             return False
         return True
 
@@ -230,11 +231,11 @@ async def alive(http: Http, url: str, key: str = "") -> bool:
     """Whether a server says that it works; one without /health counts as alive when it answers at all."""
     for pause_s in (0.2, 0.0):  # twice, since a full backlog refuses connections for a moment
         try:
-            await http.ask("GET", f"{url}/health", timeout_s=5.0, key=key)
+            await http.request("GET", f"{url}/health", timeout_s=5.0, key=key)
         except RequestFailed as error:
-            if error.status in (400, 401, 403, 404, 405) or error.kind == "the answer is not JSON":
+            if error.status in (400, 401, 403, 404, 405) or error.kind is FailureKind.NOT_JSON:
                 return True  # vLLM's and SGLang's answer has no body
-            if error.kind == "no answer in time":
+            if error.kind is FailureKind.TIMED_OUT:
                 return False
             await asyncio.sleep(pause_s)
         else:

@@ -3,9 +3,9 @@
     http://host:port/v1#model        (#model may be left out where the server has one)
 
 Chat prompts go to /chat/completions, raw text to /completions, with max_tokens, temperature, top_p, seed, n and stop.
-A request that fails is tried again with growing pauses while that may help (no connection, 408, 429, 5xx), within a
-deadline (cluster/http.py); what then fails is a failed completion with its reason, never a wrong answer. The key is
-OPENAI_API_KEY.
+A request that fails is retried with growing pauses while that may help (no connection, 408, 429, 5xx), within a
+deadline (http.py); a request that fails for good is a failed completion with its reason, never a wrong answer. The key
+is OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -17,16 +17,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinyllm.engine.remote.http import Http, RequestFailed, RetryPolicy, gather, retry, run
+from tinyllm.engine.remote.http import (
+    Http,
+    InvalidResponse,
+    RequestFailed,
+    RetryPolicy,
+    gather,
+    list_models,
+    retry,
+    run,
+)
 from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import ModelError
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 
-TRIES = 4
+ATTEMPTS = 4
 PAUSE_S = 1.0
-"""Before the second try; doubled before each further one, times a random number from 0.5 to 1."""
+"""Before the second attempt; see RetryPolicy."""
 DEADLINE_S = 600.0
-"""For one request, all tries together; the first may take half of it."""
+"""For one request, all attempts together."""
 PARALLEL = 16
 """Requests under way at a time."""
 
@@ -44,16 +53,16 @@ class ChatServer:
         url, _, model = address.partition("#")
         url = url.rstrip("/")
         try:
-            listed = run(lambda http: http.ask("GET", f"{url}/models", timeout_s=30.0, key=_key()))
-            there = [str(entry["id"]) for entry in listed["data"]]
-        except (KeyError, TypeError):
-            raise ModelError(f"{url}/models did not answer with a list of models; is it OpenAI-compatible?") from None
+            listed = run(lambda http: list_models(http, url, timeout_s=30.0, key=_key()))
+        except InvalidResponse as error:
+            raise ModelError(f"{url}/models {error}; is it OpenAI-compatible?") from None
         except RequestFailed as error:
             if error.status in (401, 403):
                 raise ModelError(f"{url} refuses the key; set the environment variable OPENAI_API_KEY") from None
             if error.status == 404 and model:  # some servers do not list
                 return cls(url, model)
             raise ModelError(f"{url}: {error}; give the address up to /v1, as in http://localhost:8000/v1") from None
+        there = [entry["id"] for entry in listed]
         if model and model not in there:
             close = difflib.get_close_matches(model, there, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(there[:10]) or 'none'}"
@@ -68,28 +77,29 @@ class ChatServer:
 
         async def all_of_them(http: Http) -> list[list[Completion]]:
             slots = asyncio.Semaphore(PARALLEL)
-            return await gather([self._answers(http, slots, prompt, params) for prompt in prompts])
+            return await gather([self._sample_one(http, slots, prompt, params) for prompt in prompts])
 
         return [completion for part in run(all_of_them) for completion in part]
 
-    async def _answers(
+    async def _sample_one(
         self, http: Http, slots: asyncio.Semaphore, prompt: Prompt, params: SamplingParams
     ) -> list[Completion]:
-        """Servers may return fewer choices than asked for; the rest is asked for again."""
+        """The completions of one prompt. A server may return fewer choices than n; the rest is requested again."""
         found: list[Completion] = []
         async with slots:
             while len(found) < params.n:
                 key = seed_key(params.seed, params.step, prompt.id, prompt.draw, len(found))
                 try:
-                    choices = await self._ask(http, prompt, params, params.n - len(found), key)
+                    choices = await self._choices(http, prompt, params, params.n - len(found), key)
                 except RequestFailed as error:
                     rest = range(len(found), params.n)
-                    return found + [_completion(prompt, i, key, "", "error", str(error)) for i in rest]
+                    return found + [Completion.failed(prompt, sample, key, str(error)) for sample in rest]
                 for choice in choices[: params.n - len(found)]:
                     found.append(_read_choice(prompt, len(found), key, choice))
         return found
 
-    async def _ask(self, http: Http, prompt: Prompt, params: SamplingParams, n: int, key: int) -> list[Any]:
+    async def _choices(self, http: Http, prompt: Prompt, params: SamplingParams, n: int, key: int) -> list[Any]:
+        """The choices of one response. Raises RequestFailed."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": params.max_new_tokens,
@@ -107,13 +117,13 @@ class ChatServer:
         else:
             path = "/chat/completions"
             body["messages"] = [dict(message) for message in prompt.messages]
-        answer = await retry(
-            RetryPolicy(TRIES, DEADLINE_S, PAUSE_S),
-            lambda _, seconds: http.ask("POST", self.url + path, body, timeout_s=seconds, key=_key()),
+        response = await retry(
+            RetryPolicy(ATTEMPTS, DEADLINE_S, PAUSE_S),
+            lambda _, seconds: http.request("POST", self.url + path, body, timeout_s=seconds, key=_key()),
         )
-        choices = answer.get("choices") if isinstance(answer, dict) else None
+        choices = response.get("choices") if isinstance(response, dict) else None
         if not isinstance(choices, list) or not choices:
-            raise RequestFailed("the server's answer has no choices")
+            raise InvalidResponse("the server's answer has no choices")
         return choices
 
 
@@ -122,16 +132,12 @@ def _read_choice(prompt: Prompt, sample: int, key: int, choice: Any) -> Completi
         text = choice["text"] if prompt.messages is None else choice["message"]["content"]
         reason = choice["finish_reason"]
     except (KeyError, TypeError):
-        return _completion(prompt, sample, key, "", "error", "a choice without text or finish reason")
+        return Completion.failed(prompt, sample, key, "a choice without text or finish reason")
     if reason not in ("stop", "length"):
-        return _completion(prompt, sample, key, "", "error", f"finish reason {reason!r}")
+        return Completion.failed(prompt, sample, key, f"finish reason {reason!r}")
     if text is not None and not isinstance(text, str):
-        return _completion(prompt, sample, key, "", "error", f"its text is {type(text).__name__}")
-    return _completion(prompt, sample, key, text or "", reason, None)
-
-
-def _completion(prompt: Prompt, sample: int, key: int, text: str, reason: Any, error: str | None) -> Completion:
-    return Completion(prompt.id, prompt.draw, sample, (), (), reason, key, Revision(0, ""), text, error)
+        return Completion.failed(prompt, sample, key, f"its text is {type(text).__name__}")
+    return Completion(prompt.id, prompt.draw, sample, (), (), reason, key, Revision(0, ""), text or "")
 
 
 def _key() -> str:

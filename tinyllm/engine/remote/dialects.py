@@ -1,29 +1,22 @@
-"""How servers are asked for one completion, and how their answers are read: a table of small objects.
+"""How the request for one completion is written and its response read, for each kind of server: a table of dialects.
 
-What is asked is the same everywhere: token ids in, one completion, every sampling field explicit (a server fills what
+The request is the same everywhere: token ids in, one completion, every sampling field explicit (a server fills what
 is missing from the model's generation config), log-probabilities and token ids out. What differs is spelling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tinyllm.records import SamplingParams
-
-
-class InvalidResponse(Exception):
-    """An answer that cannot be used: `kind` is a few words to count by, the text says more."""
-
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(f"{kind}: {detail}" if detail else kind)
-        self.kind = kind
+from tinyllm.engine.remote.http import InvalidResponse
+from tinyllm.records import SamplingParams, fault_of, is_logprob
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One completion to ask for."""
+    """The request for one completion."""
 
     id: str
     model: str
@@ -37,7 +30,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionResponse:
-    """What a server answered, not yet checked against what was asked."""
+    """What a server returned, not yet checked against the request."""
 
     id: str | None
     model: str | None
@@ -57,21 +50,21 @@ class Dialect:
     path: str
     write: Callable[[CompletionRequest], dict[str, Any]]
     read: Callable[[Any], CompletionResponse]
-    """Raises Bad."""
+    """Raises InvalidResponse."""
     write_tops: Callable[[CompletionRequest], dict[str, Any]]
-    """The same request, asking for the two likeliest alternatives of each token too."""
+    """The same request, for the two likeliest alternatives of each token too."""
     read_tops: Callable[[Any], list[float]]
-    """Their log-probabilities for the first token. Raises Bad."""
+    """Their log-probabilities for the first token. Raises InvalidResponse."""
 
 
 # /v1/completions
 
 
-def _write_completions(ask: CompletionRequest) -> dict[str, Any]:
-    p = ask.params
+def _write_completions(request: CompletionRequest) -> dict[str, Any]:
+    p = request.params
     return {
-        "model": ask.model,
-        "prompt": list(ask.token_ids),
+        "model": request.model,
+        "prompt": list(request.token_ids),
         "max_tokens": p.max_new_tokens,
         "n": 1,
         "temperature": p.temperature,
@@ -86,18 +79,18 @@ def _write_completions(ask: CompletionRequest) -> dict[str, Any]:
         "logprobs": 0,
         "return_token_ids": True,
         "stream": False,
-        "request_id": ask.id,
+        "request_id": request.id,
     }
 
 
-def _write_tinyllm(ask: CompletionRequest) -> dict[str, Any]:
+def _write_tinyllm(request: CompletionRequest) -> dict[str, Any]:
     """Random numbers by key instead of by seed: those of the embedded engine for the same prompt, step and sample."""
-    return _write_completions(ask) | {"seed_keys": [ask.key]}
+    return _write_completions(request) | {"seed_keys": [request.key]}
 
 
-def _write_vllm(ask: CompletionRequest) -> dict[str, Any]:
-    body = _write_completions(ask) | {"repetition_penalty": 1.0, "min_tokens": 0, "skip_special_tokens": True}
-    return body | ({"seed": ask.key} if ask.seeded else {})
+def _write_vllm(request: CompletionRequest) -> dict[str, Any]:
+    body = _write_completions(request) | {"repetition_penalty": 1.0, "min_tokens": 0, "skip_special_tokens": True}
+    return body | ({"seed": request.key} if request.seeded else {})
 
 
 def _read_completions(body: Any) -> CompletionResponse:
@@ -129,8 +122,8 @@ def _read_completions_tops(body: Any) -> list[float]:
 # SGLang's /generate
 
 
-def _write_sglang(ask: CompletionRequest) -> dict[str, Any]:
-    p = ask.params
+def _write_sglang(request: CompletionRequest) -> dict[str, Any]:
+    p = request.params
     sampling = {
         "max_new_tokens": p.max_new_tokens,
         "n": 1,
@@ -148,13 +141,13 @@ def _write_sglang(ask: CompletionRequest) -> dict[str, Any]:
         "skip_special_tokens": True,
     }
     return {
-        "input_ids": list(ask.token_ids),
-        "sampling_params": sampling | ({"sampling_seed": ask.key} if ask.seeded else {}),
+        "input_ids": list(request.token_ids),
+        "sampling_params": sampling | ({"sampling_seed": request.key} if request.seeded else {}),
         "return_logprob": True,
         "logprob_start_len": -1,
         "top_logprobs_num": 0,
         "stream": False,
-        "rid": ask.id,
+        "rid": request.id,
     }
 
 
@@ -206,7 +199,7 @@ DIALECTS: Mapping[str, Dialect] = {
             "/v1/completions",
             _write_tinyllm,
             _read_completions,
-            lambda ask: _write_tinyllm(ask) | {"logprobs": 2},
+            lambda request: _write_tinyllm(request) | {"logprobs": 2},
             _read_completions_tops,
         ),
         Dialect(
@@ -215,7 +208,7 @@ DIALECTS: Mapping[str, Dialect] = {
             _write_vllm,
             _read_completions,
             # Keys by token id: two tokens may decode to the same text
-            lambda ask: _write_vllm(ask) | {"logprobs": 2, "return_tokens_as_token_ids": True},
+            lambda request: _write_vllm(request) | {"logprobs": 2, "return_tokens_as_token_ids": True},
             _read_completions_tops,
         ),
         Dialect(
@@ -223,54 +216,39 @@ DIALECTS: Mapping[str, Dialect] = {
             "/generate",
             _write_sglang,
             _read_sglang,
-            lambda ask: _write_sglang(ask) | {"top_logprobs_num": 2},
+            lambda request: _write_sglang(request) | {"top_logprobs_num": 2},
             _read_sglang_tops,
         ),
     )
 }
 
 
-# What is asked of every answer
+# What is demanded of every response
 
 
 def require_sound(
-    answer: CompletionResponse, ask: CompletionRequest, vocab_size: int | None = None
+    response: CompletionResponse, request: CompletionRequest, vocab_size: int | None = None
 ) -> CompletionResponse:
-    """The answer with its finish reason as the trainer counts it. Raises InvalidResponse for what cannot be trained."""
-    ids, logprobs, p = answer.token_ids, answer.logprobs, ask.params
-    if answer.model is not None and ask.model and answer.model != ask.model:
-        raise InvalidResponse("wrong model", f"{answer.model!r} answered, {ask.model!r} was asked")
-    if answer.finish_reason not in ("stop", "length"):
-        raise InvalidResponse("cut short", f"finish reason {answer.finish_reason!r}")
-    if not ids:
-        raise InvalidResponse("empty", "no token was sampled")
-    if len(ids) != len(logprobs):
-        raise InvalidResponse("ids and log-probabilities differ", f"{len(ids)} ids, {len(logprobs)} log-probabilities")
-    for position, (token, logp) in enumerate(zip(ids, logprobs, strict=True)):
-        if type(token) is not int or not 0 <= token < (vocab_size or 2**31):
-            raise InvalidResponse("bad token id", f"{token!r} at position {position}")
-        if not _is_logprob(logp):
-            raise InvalidResponse("bad log-probability", f"{logp!r} at position {position}")
-    if len(ids) > p.max_new_tokens:
-        raise InvalidResponse("too long", f"{len(ids)} tokens, {p.max_new_tokens} were asked for")
-    return _require_stop(answer, p)
+    """The response with its finish reason as the trainer counts it.
 
-
-def _require_stop(answer: CompletionResponse, p: SamplingParams) -> CompletionResponse:
-    ids = answer.token_ids
-    stops = set(p.stop_token_ids)
-    early = [position for position, token in enumerate(ids[:-1]) if token in stops]
+    Raises InvalidResponse for what cannot be trained on, and for a server that stopped by other rules than ours.
+    """
+    ids, params = response.token_ids, request.params
+    if response.model is not None and request.model and response.model != request.model:
+        raise InvalidResponse("wrong model", f"{response.model!r} answered, {request.model!r} was asked")
+    if ids and ids[-1] in params.stop_token_ids and response.finish_reason == "length":
+        response = replace(response, finish_reason="stop")  # vLLM says "length" when the stop token is the last to fit
+    fault = fault_of(ids, response.logprobs, response.finish_reason, params, vocab_size=vocab_size or 2**31)
+    if fault is not None:
+        raise InvalidResponse(*fault)
+    early = [position for position, token in enumerate(ids[:-1]) if token in params.stop_token_ids]
     if early:
         raise InvalidResponse("stop token ignored", f"token {ids[early[0]]} at position {early[0]} of {len(ids)}")
-    if ids[-1] in stops:  # vLLM says "length" when the last token that fits is a stop token
-        return CompletionResponse(answer.id, answer.model, ids, answer.logprobs, "stop", answer.text, answer.spans)
-    if answer.finish_reason == "stop" and stops and not p.stop_strings:
-        raise InvalidResponse("stop token dropped", f"it stopped, but its last token {ids[-1]} is no stop token")
-    if answer.finish_reason == "length" and len(ids) < p.max_new_tokens:
+    if response.finish_reason == "length" and len(ids) < params.max_new_tokens:
         raise InvalidResponse(
-            "cut short", f"after {len(ids)} of {p.max_new_tokens} tokens, by a limit of the server's own"
+            "cut short", f"after {len(ids)} of {params.max_new_tokens} tokens, by a limit of the server's own"
         )
-    return answer
+    return response
 
 
 def _one_choice(body: Any) -> Mapping[str, Any]:
@@ -292,14 +270,9 @@ def _text_or_none(value: Any) -> str | None:
 
 
 def _numbers(values: list[Any]) -> list[float]:
-    if not all(_is_logprob(value) for value in values):
+    if not all(is_logprob(value) for value in values):
         raise InvalidResponse("bad alternatives", f"{values!r:.80}")
     return values
-
-
-def _is_logprob(value: Any) -> bool:
-    """Finite, and not above 0 by more than the rounding of a certain token."""
-    return type(value) in (int, float) and -1e9 < value <= 1e-3
 
 
 def _spans(spans: Any) -> tuple[tuple[str, int, int], ...]:

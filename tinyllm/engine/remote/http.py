@@ -1,46 +1,75 @@
-"""HTTP as clients of model servers need it: JSON in, JSON out, every wait bounded, one place that tries again.
+"""HTTP as clients of model servers need it: JSON in, JSON out, every wait bounded, one place that retries.
 
 On asyncio rather than threads, because a deadline must hold whatever a server does: it cuts a request off while it
 connects, waits or receives a body byte by byte, and cutting it off closes the connection, by which the server learns
-that nobody waits for the answer any more. `run` keeps the event loop in a thread of its own for the length of one call,
-so that callers are plain functions, in a notebook too.
+that nobody waits for the response any more. A `Portal` runs such requests for plain functions, in a notebook too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import httpx2
 
 T = TypeVar("T")
 
-AGAIN = frozenset({408, 429, 500, 502, 503, 504, 529})
+RETRIED = frozenset({408, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed; every other 4xx is final."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _LONGEST_PAUSE_S = 30.0
+_IDLE_S = 3.0
+"""How long an unused connection is kept: less than uvicorn's 5 s, so that no request meets one just being closed."""
 _jitter = random.Random()  # of pauses alone; never the process's own stream
 
 
-class RequestFailed(Exception):
-    """A request without a usable answer: `kind` is a few words to count by, the text says more.
+class FailureKind(StrEnum):
+    """Why a request has no usable response. Code decides by these; the text is for people."""
 
-    again: whether the same request may succeed later; pause_s: how long the server asked to wait.
+    TIMED_OUT = "no answer in time"
+    NO_CONNECTION = "no connection"
+    BROKEN = "the connection broke"
+    NOT_SENT = "no request"
+    STATUS = "HTTP"
+    NOT_JSON = "the answer is not JSON"
+    WRONG_ID = "another request's answer"
+    INVALID = "invalid"
+
+
+class RequestFailed(Exception):
+    """A request without a usable response. `label` is a few words to count failures by; the text says more.
+
+    retriable: whether the same request may succeed later; pause_s: how long the server asked to wait.
     """
 
     def __init__(
-        self, kind: str, detail: str = "", *, status: int | None = None, again: bool = False, pause_s: float = 0.0
+        self,
+        kind: FailureKind,
+        detail: str = "",
+        *,
+        label: str = "",
+        status: int | None = None,
+        retriable: bool = False,
+        pause_s: float = 0.0,
     ) -> None:
-        super().__init__(f"{kind}: {detail}" if detail else kind)
-        self.kind, self.status, self.again, self.pause_s = kind, status, again, pause_s
+        self.label = label or (f"{kind} {status}" if kind is FailureKind.STATUS else str(kind))
+        super().__init__(f"{self.label}: {detail}" if detail else self.label)
+        self.kind, self.status, self.retriable, self.pause_s = kind, status, retriable, pause_s
+
+
+class InvalidResponse(RequestFailed):
+    """A response that came whole and cannot be used; the same request is not sent again."""
+
+    def __init__(self, label: str, detail: str = "") -> None:
+        super().__init__(FailureKind.INVALID, detail, label=label)
 
 
 @dataclass(frozen=True)
@@ -55,13 +84,14 @@ class RetryPolicy:
 
 
 class Http:
-    """Connections of one event loop."""
+    """Connections and locks of one event loop."""
 
     def __init__(self) -> None:
         self._clients: dict[bool, httpx2.AsyncClient] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
 
-    async def ask(self, method: str, url: str, body: Any = None, *, timeout_s: float, key: str = "") -> Any:
-        """The JSON that the server answers with. Raises Failed, also when timeout_s is over."""
+    async def request(self, method: str, url: str, body: Any = None, *, timeout_s: float, key: str = "") -> Any:
+        """The JSON of the response. Raises RequestFailed, also when timeout_s is over."""
         import httpx2
 
         headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -69,22 +99,27 @@ class Http:
             async with asyncio.timeout(timeout_s):
                 response = await self._client(url).request(method, url, json=body, headers=headers)
         except TimeoutError:
-            raise RequestFailed("no answer in time", f"none within {timeout_s:.3g} s", again=True) from None
+            raise RequestFailed(FailureKind.TIMED_OUT, f"none within {timeout_s:.3g} s", retriable=True) from None
         except httpx2.ConnectError as error:
-            raise RequestFailed("no connection", _os_reason(error), again=True) from None
+            raise RequestFailed(FailureKind.NO_CONNECTION, _os_reason(error), retriable=True) from None
         except httpx2.TransportError as error:
-            raise RequestFailed("the connection broke", type(error).__name__, again=True) from None
+            raise RequestFailed(FailureKind.BROKEN, type(error).__name__, retriable=True) from None
         except (httpx2.InvalidURL, httpx2.DecodingError, UnicodeError) as error:
-            raise RequestFailed("no request", f"{type(error).__name__}: {error}") from None
+            raise RequestFailed(FailureKind.NOT_SENT, f"{type(error).__name__}: {error}") from None
         status = response.status_code
         if not 200 <= status < 300:
             said = " ".join(_said(response, key)[:300].split())
             wait = _seconds(response.headers.get("Retry-After"))
-            raise RequestFailed(f"HTTP {status}", said, status=status, again=status in AGAIN, pause_s=wait)
+            again = status in RETRIED
+            raise RequestFailed(FailureKind.STATUS, said, status=status, retriable=again, pause_s=wait)
         try:
             return json.loads(response.content)
         except (ValueError, RecursionError):
-            raise RequestFailed("the answer is not JSON", repr(_said(response, key)[:60])) from None
+            raise RequestFailed(FailureKind.NOT_JSON, repr(_said(response, key)[:60])) from None
+
+    def lock(self, name: str) -> asyncio.Lock:
+        """The lock of this name; it lives as long as the event loop."""
+        return self._locks.setdefault(name, asyncio.Lock())
 
     def _client(self, url: str) -> httpx2.AsyncClient:
         """One for TLS, whose certificates take time to load, and one without. Loopback never goes through a proxy."""
@@ -92,7 +127,7 @@ class Http:
 
         tls = url.startswith("https:")
         if tls not in self._clients:
-            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
             direct: Any = {f"all://{host}": None for host in LOOPBACK}
             self._clients[tls] = httpx2.AsyncClient(verify=tls, timeout=None, limits=limits, mounts=direct)
         return self._clients[tls]
@@ -102,53 +137,32 @@ class Http:
             await client.aclose()
 
 
-async def retry(patience: RetryPolicy, attempt: Callable[[int, float], Awaitable[T]]) -> T:
-    """attempt(number from 1, seconds it may take) until it succeeds, or fails for good. Raises its last Failed."""
+async def retry(policy: RetryPolicy, attempt: Callable[[int, float], Awaitable[T]]) -> T:
+    """attempt(number from 1, seconds it may take) until one succeeds. Raises the RequestFailed of the last."""
     clock = asyncio.get_running_loop().time
-    end = clock() + patience.deadline_s
-    pause = patience.pause_s
-    for number in range(1, patience.attempts + 1):
+    end = clock() + policy.deadline_s
+    pause = policy.pause_s
+    for number in range(1, policy.attempts + 1):
         left = end - clock()
-        last = number == patience.attempts
+        last = number == policy.attempts
         try:
             return await attempt(number, left if last else left / 2)
         except RequestFailed as error:
             wait = max(error.pause_s, pause * _jitter.uniform(0.5, 1.0))
-            if last or not error.again or clock() + wait >= end:
+            if last or not error.retriable or clock() + wait >= end:
                 raise
         await asyncio.sleep(wait)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
-    raise AssertionError("patience has at least one attempt")
+    raise AssertionError("a retry policy has at least one attempt")
 
 
-def run(work: Callable[[Http], Coroutine[Any, Any, T]]) -> T:
-    """The result of work(http). An exception here, Ctrl-C too, cancels it and closes its connections."""
-    outcome: Future[T] = Future()
-    loop = asyncio.new_event_loop()
-
-    async def whole() -> T:
-        http = Http()
-        try:
-            return await work(http)
-        finally:
-            await http.close()
-
-    def thread_main() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            try:
-                outcome.set_result(runner.run(whole()))
-            except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
-                outcome.set_exception(error)
-
-    thread = threading.Thread(target=thread_main, name="tinyllm-http", daemon=True)
-    thread.start()
+async def list_models(http: Http, url: str, *, timeout_s: float, key: str) -> list[dict[str, Any]]:
+    """The entries of an OpenAI-compatible server's list of models, each with a text `id`; url ends with /v1."""
+    body = await http.request("GET", f"{url}/models", timeout_s=timeout_s, key=key)
     try:
-        return outcome.result()
-    finally:
-        if not outcome.done():
-            with contextlib.suppress(RuntimeError):  # it ended just now
-                loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
-        thread.join()
+        return [{**entry, "id": str(entry["id"])} for entry in body["data"]]
+    except (TypeError, KeyError):
+        raise InvalidResponse("did not answer with a list of models") from None
 
 
 async def gather(tasks: list[Coroutine[Any, Any, T]]) -> list[T]:
@@ -162,8 +176,62 @@ async def gather(tasks: list[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*running, return_exceptions=True)
 
 
+class Portal:
+    """An event loop in a thread of its own, with its connections; plain functions call coroutines through it."""
+
+    def __init__(self) -> None:
+        self.http = Http()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tinyllm-http", daemon=True)
+        self._thread.start()
+
+    def begin(self, work: Callable[[Http], Coroutine[Any, Any, T]]) -> Future[T]:
+        """work(http), under way. Raises RuntimeError after `close`."""
+        return asyncio.run_coroutine_threadsafe(work(self.http), self._loop)
+
+    def run(self, work: Callable[[Http], Coroutine[Any, Any, T]]) -> T:
+        """The result of work(http). An exception in this thread, Ctrl-C too, cancels the work."""
+        future = self.begin(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancel what is under way, close the connections, end the thread; safe to call twice."""
+        if self._loop.is_closed():
+            return
+
+        async def end(http: Http) -> None:
+            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await http.close()
+
+        self.begin(end).result(30.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30.0)
+        self._loop.close()
+
+
+class Run(Protocol):
+    """Runs work(http) to its result: the function `run`, or the method `run` of a portal that stays."""
+
+    def __call__(self, work: Callable[[Http], Coroutine[Any, Any, T]], /) -> T: ...
+
+
+def run(work: Callable[[Http], Coroutine[Any, Any, T]]) -> T:
+    """The result of work(http), in an event loop that ends with this call."""
+    portal = Portal()
+    try:
+        return portal.run(work)
+    finally:
+        portal.close()
+
+
 def _said(response: httpx2.Response, key: str) -> str:
-    """The text of an answer, without the key, which some repeat."""
+    """The text of a response, without the key, which some repeat."""
     return response.text.replace(key, "***") if key else response.text
 
 

@@ -1,8 +1,11 @@
-"""Servers in the place of the embedded engine: the same two methods, sample and publish."""
+"""Servers in the place of the embedded engine: an `Engine` of seams.py.
+
+engine = make_served_engine(config.engine, policy, tokenizer, prompts, params, score, folder=run / "weights")
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,93 +14,43 @@ from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.remote.canary import TOLERANCES, Canary, Score
 from tinyllm.engine.remote.client import HTTPRolloutClient
-from tinyllm.engine.remote.http import RetryPolicy
-from tinyllm.engine.remote.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, WeightTransfer
+from tinyllm.engine.remote.http import Portal, RetryPolicy
+from tinyllm.engine.remote.publish import KEPT_ADAPTERS, Publisher, SGLangDisk, TinyllmDisk, VLLMLora, WeightTransfer
 from tinyllm.engine.remote.servers import Confirmed
 from tinyllm.errors import EngineError
-from tinyllm.pool.served_workers import Loop, ServedWorker
-from tinyllm.pool.workers import WorkerGroup
+from tinyllm.record.hashing import hash_bytes
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 
-_WAYS: dict[tuple[str, str], type[Any]] = {
-    ("disk", "tinyllm"): TinyllmDisk,
-    ("disk", "sglang"): SGLangDisk,
-    ("lora", "vllm"): VLLMLora,
+_TRANSFERS: Mapping[tuple[str, str], Callable[[int], WeightTransfer]] = {
+    ("disk", "tinyllm"): lambda max_lag: TinyllmDisk(),
+    ("disk", "sglang"): lambda max_lag: SGLangDisk(),
+    # A request keeps the adapter it was sent with
+    ("lora", "vllm"): lambda max_lag: VLLMLora(kept=max(KEPT_ADAPTERS, max_lag + 2)),
 }
+"""(engine.publish, kind of server) -> max_lag -> how weights get there."""
 _AUTO = {"tinyllm": "disk", "sglang": "disk", "vllm": "lora"}
 
 
 class ServedEngine:
-    """Samples on the servers of a configuration, and publishes the policy's weights to them.
+    """Samples on servers, and publishes the policy's weights to them.
 
-    prompts: all that will be sampled; the first is the canary. score: the trainer's log-probabilities at temperature 1.
-    folder: where weights are put, seen by servers too. On several ranks each samples its share, and rank 0 publishes
-    for all. Raises EngineError for what the servers cannot give.
+    On several ranks each samples its share, and rank 0 publishes for all. All requests run in one portal, so that an
+    update goes out while a pool's requests are under way. same_bits: whether servers that load the policy's weights
+    hold the same bits.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
+        client: HTTPRolloutClient,
+        publisher: Publisher,
+        portal: Portal,
         policy: Policy,
-        tokenizer: Any,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        score: Score,
-        folder: Path | None = None,
-        max_lag: int = 0,
+        *,
+        same_bits: bool,
         ranks: Ranks = SOLO,
     ) -> None:
-        self.policy, self.ranks = policy, ranks
-        self.loop: Loop | None = None
-        self.client = HTTPRolloutClient.connect(
-            config.urls,
-            config.model,
-            max_concurrent=config.max_concurrent,
-            deadline_s=config.deadline_s,
-            attempts=config.attempts,
-            seeds=config.seeds,
-            probe_prompt=prompts[0].token_ids,
-            tokenizer=tokenizer,
-            vocab_size=policy.vocab_size,
-        )
-        self.client.require(prompts, params)
-        self.adapters = hasattr(policy.model, "peft_config")
-        dtype = str(policy.head_weight.dtype).removeprefix("torch.")
-        tolerance = config.canary_tolerance or TOLERANCES.get(dtype, 0.05)
-        canary = Canary(prompts[0].token_ids, score, tolerance, tokens=min(16, params.max_new_tokens))
-        patience = RetryPolicy(config.attempts, config.deadline_s)
-        self.publisher = Publisher(self.client.servers, self._way(config), folder or Path(), canary, patience)
-        # A server of another precision holds other bits of the same weights; there the canary alone must do
-        self._same_bits = not self.adapters and all(s.facts.dtype in (None, dtype) for s in self.client.servers.all)
-
-    def _way(self, config: EngineConfig) -> WeightTransfer:
-        kinds = sorted({server.facts.server for server in self.client.servers.all})
-        if len(kinds) > 1:
-            raise EngineError(f"engine.urls are servers of several kinds ({', '.join(kinds)}); use one kind in a run")
-        name = _AUTO[kinds[0]] if config.publish == "auto" else config.publish
-        way = _WAYS.get((name, kinds[0]))
-        if way is None:
-            raise EngineError(f"engine.publish = {name}: {kinds[0]} takes weights by {_AUTO[kinds[0]]}; choose auto")
-        if name == "lora" and not self.adapters:
-            raise EngineError(f"{kinds[0]} takes new weights as LoRA adapters; set lora.rank (for example to 16)")
-        return way()
-
-    def workers(self, groups: int, max_lag: int) -> WorkerGroup:
-        """The servers as the engines of a pool, at most so many groups at a time. Raises EngineError."""
-        kind = self.client.servers.all[0].facts.server
-        if max_lag and kind == "sglang":
-            raise EngineError("SGLang cuts off what it samples at an update; set pool.max_lag to 0")
-        loop = self.loop = Loop()
-        self.client.max_lag = max_lag
-        self.client.run = self.publisher.run = loop.run
-        if isinstance(self.publisher.way, VLLMLora):  # a request keeps the adapter it was sent with
-            self.publisher.way.kept = max(self.publisher.way.kept, max_lag + 2)
-        return WorkerGroup("servers", 1, lambda: ServedWorker(self.client, loop), groups)
-
-    def close(self) -> None:
-        """Ends what `staff` began."""
-        if self.loop is not None:
-            self.loop.close()
+        self.client, self.publisher, self.portal, self.policy = client, publisher, portal, policy
+        self.same_bits, self.ranks = same_bits, ranks
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """params.n completions of every prompt, prompt after prompt; see HTTPRolloutClient."""
@@ -108,11 +61,87 @@ class ServedEngine:
         servers = self.client.servers
 
         def publish() -> list[Confirmed]:
-            self.publisher.publish(revision, self.policy, revision.hash if self._same_bits else None)
+            self.publisher.publish(revision, self.policy, revision.hash if self.same_bits else None)
             return servers.confirmed()
 
         servers.adopt(self.ranks.on_main(publish))
 
-    def facts(self) -> list[dict[str, Any]]:
-        """What each server can give, for the manifest."""
-        return self.client.capabilities()
+    def facts(self) -> Mapping[str, Any]:
+        """What each server can give, as the manifest's "engine"."""
+        return {"engine": self.client.capabilities()}
+
+    def close(self) -> None:
+        """Cut off requests under way, and let go of the connections; safe to call twice."""
+        self.portal.close()
+
+
+def make_served_engine(
+    config: EngineConfig,
+    policy: Policy,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    score: Score,
+    *,
+    folder: Path,
+    max_lag: int = 0,
+    ranks: Ranks = SOLO,
+) -> ServedEngine:
+    """The engine on the servers of a configuration. Raises EngineError for what the servers cannot give.
+
+    prompts: all that will be sampled; the first is the canary. score: the trainer's log-probabilities at temperature 1.
+    folder: where weights are put, seen by servers too (`weights_folder`). max_lag: of the pool; more than 0 lets an
+    update come while a completion is sampled.
+    """
+    portal = Portal()
+    try:
+        retry_policy = RetryPolicy(config.attempts, config.deadline_s)
+        client = HTTPRolloutClient.connect(
+            config.urls,
+            config.model,
+            seeds=config.seeds,
+            probe_prompt=prompts[0].token_ids,
+            max_concurrent=config.max_concurrent,
+            retry_policy=retry_policy,
+            tokenizer=tokenizer,
+            vocab_size=policy.vocab_size,
+            max_lag=max_lag,
+            run=portal.run,
+        )
+        client.require(prompts, params)
+        adapters = hasattr(policy.model, "peft_config")
+        transfer = _transfer(config, client, max_lag, adapters)
+        dtype = str(policy.head_weight.dtype).removeprefix("torch.")
+        tolerance = config.canary_tolerance or TOLERANCES.get(dtype, 0.05)
+        canary = Canary(prompts[0].token_ids, score, tolerance, tokens=min(16, params.max_new_tokens))
+        publisher = Publisher(client.servers, transfer, folder, canary, retry_policy, portal.run)
+        # A server of another precision holds other bits of the same weights; there the canary alone must do
+        same_bits = not adapters and all(server.facts.dtype in (None, dtype) for server in client.servers.all)
+        return ServedEngine(client, publisher, portal, policy, same_bits=same_bits, ranks=ranks)
+    except BaseException:
+        portal.close()
+        raise
+
+
+def weights_folder(config: EngineConfig, run: Path) -> Path:
+    """Where a run puts weights for servers: in its own folder, or in one of its own within engine.folder."""
+    if not config.folder:
+        return run / "weights"
+    return Path(config.folder) / f"{run.name}-{hash_bytes(bytes(run.resolve()))[:8]}"  # others may be called the same
+
+
+def _transfer(config: EngineConfig, client: HTTPRolloutClient, max_lag: int, adapters: bool) -> WeightTransfer:
+    """How weights get to these servers. Raises EngineError where they cannot."""
+    kinds = sorted({server.facts.server for server in client.servers.all})
+    if len(kinds) > 1:
+        raise EngineError(f"engine.urls are servers of several kinds ({', '.join(kinds)}); use one kind in a run")
+    kind = kinds[0]
+    name = _AUTO[kind] if config.publish == "auto" else config.publish
+    make = _TRANSFERS.get((name, kind))
+    if make is None:
+        raise EngineError(f"engine.publish = {name}: {kind} takes weights by {_AUTO[kind]}; choose auto")
+    if name == "lora" and not adapters:
+        raise EngineError(f"{kind} takes new weights as LoRA adapters; set lora.rank (for example to 16)")
+    if max_lag and kind == "sglang":
+        raise EngineError("SGLang cuts off what it samples at an update; set pool.max_lag to 0")
+    return make(max_lag)

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tinyllm.engine.remote.capabilities import Capabilities, alive
 from tinyllm.engine.remote.dialects import DIALECTS, Dialect
-from tinyllm.engine.remote.http import Http, RequestFailed
+from tinyllm.engine.remote.http import FailureKind, Http, RequestFailed
 from tinyllm.errors import EngineError
 from tinyllm.records import Revision
 
@@ -44,16 +44,15 @@ class Server:
     label: str | None = None
     """The weight version it confirmed after the last update."""
     revision: Revision | None = None
-    read_label: Callable[[Http], Awaitable[str | None]] | None = None
-    """Asks the server for its weight version; set where its answers do not carry one."""
     confirmed: dict[str, Revision] = field(default_factory=dict)
-    """Every version it was seen to run, the newest last: a request may begin under one and end under another."""
+    """Every revision it was seen to run, by weight version, the newest last: a request may begin under one and end
+    under another."""
     updating: bool = False
     """Whether an update is under way, of which it is not known yet whether the server took it."""
     quarantined: str | None = None
     """Why it gets no requests; None when it does."""
     outstanding: int = 0
-    checking: asyncio.Lock | None = field(default=None, repr=False)
+    """Requests under way."""
     checked_at: float = -_CHECKED_S
 
     @property
@@ -71,7 +70,7 @@ class Server:
         self.quarantined = reason
 
     def confirm(self, revision: Revision, label: str) -> None:
-        """It runs these weights, and was seen to."""
+        """Mark the server as verified to run this revision, and let requests go to it."""
         if self.quarantined is not None:
             log.warning("%s gets requests again: it runs revision %s", self.url, revision)
         self.revision, self.label, self.quarantined = revision, label, None
@@ -79,51 +78,48 @@ class Server:
         for old in list(self.confirmed)[:-_REMEMBERED]:
             del self.confirmed[old]
 
-    async def settled(self) -> None:
-        """Until no update is under way."""
+    async def wait_until_updated(self) -> None:
+        """Return once no update of this server is under way."""
         while self.updating:
             await asyncio.sleep(_LOOK_S)
 
-    async def suspect(self, http: Http, error: RequestFailed) -> None:
-        """After a failure that a dead server would give: fence it off when it does not say that it works."""
-        if error.kind == "no answer in time" or (error.status is not None and error.status < 500):
+    async def check_after(self, failure: RequestFailed, http: Http) -> None:
+        """After a failure that a dead server would give: quarantine the server if its /health says nothing good."""
+        if failure.kind is FailureKind.TIMED_OUT or (failure.status is not None and failure.status < 500):
             return  # slow or busy
-        if self.checking is None:
-            self.checking = asyncio.Lock()
-        async with self.checking:
+        async with http.lock(self.url):
             if self.quarantined is not None or time.monotonic() - self.checked_at < _CHECKED_S:
                 return
             works = await alive(http, self.url, api_key())
             self.checked_at = time.monotonic()
             if not works:
-                self.quarantine(f"it does not work any more ({error})")
+                self.quarantine(f"it does not work any more ({failure})")
 
 
 Confirmed = tuple[str, str | None, Revision | None, str | None]
-"""Of a server: the name for requests, label and revision it runs, and why it is fenced off."""
+"""Of one server: the name that requests carry, label and revision it runs, and why it is quarantined."""
 
 
 class Servers:
-    """All of them."""
+    """All servers of a run."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         assert servers
         self.all = list(servers)
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def live(self) -> list[Server]:
         return [server for server in self.all if server.quarantined is None]
 
     def require_live(self) -> list[Server]:
-        """Those that work. Raises EngineError, with each one's reason, when there is none."""
+        """The servers that work. Raises EngineError, with each server's reason, when none does."""
         if not self.live:
             reasons = "; ".join(f"{server.url}: {server.quarantined}" for server in self.all)
             raise EngineError(f"no server is left to sample on ({reasons}); start it again and resume the run")
         return self.live
 
     def confirmed(self) -> list[Confirmed]:
-        """What each has confirmed, for another process that samples on the same servers."""
+        """What each server has confirmed, for another process that samples on the same servers."""
         return [(server.model, server.label, server.revision, server.quarantined) for server in self.all]
 
     def adopt(self, confirmed: Sequence[Confirmed]) -> None:
@@ -132,15 +128,6 @@ class Servers:
             server.model, server.label, server.revision, server.quarantined = model, label, revision, quarantined
 
     def pick(self, avoid: Server | None = None) -> Server:
-        """The one with the fewest requests under way; not the one that just failed, where there is another."""
+        """The server with the fewest requests under way; `avoid` (it just failed) only where it is the last."""
         live = self.require_live()
         return min(live, key=lambda server: (server is avoid and len(live) > 1, server.outstanding))
-
-    def enter_loop(self) -> None:
-        """In a new event loop the locks of the last one are of no use, and nothing is under way."""
-        loop = asyncio.get_running_loop()
-        if loop is self._loop:
-            return
-        self._loop = loop
-        for server in self.all:
-            server.checking, server.outstanding = None, 0
