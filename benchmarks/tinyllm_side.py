@@ -34,8 +34,7 @@ from tinyllm.post.trainer import Trainer
 from tinyllm.post.update import Updater, model_scorer
 from tinyllm.record.manifest import build_manifest
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Completion, Group, Prompt, Revision, SamplingParams, Verdict
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Completion, Group, Judged, Logged, Prompt, Revision, SamplingParams, Verdict
 
 Place = tuple[Any, str, str, tuple[str, ...]]
 """What PartTimer.wrapping takes."""
@@ -188,9 +187,9 @@ class _OneStep:
         yield next(self._steps)
 
 
-def random_verdicts(prompts: Sequence[Prompt], completions: Sequence[Completion], step: int = 0) -> list[Verdict]:
+def random_verdicts(prompts: Sequence[Prompt], completions: Sequence[Completion], step: int = 0) -> Judged:
     """A different value for every completion, so that every group has signal."""
-    return [Verdict((c.seed_key % 10_007) / 10_007) for c in completions]
+    return Judged(tuple(Verdict((c.seed_key % 10_007) / 10_007) for c in completions))
 
 
 def parameter_counts(policy: Policy) -> tuple[int, int]:

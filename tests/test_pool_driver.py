@@ -13,12 +13,11 @@ import tiny
 from tinyllm.commands import cli
 from tinyllm.errors import ConfigError, EngineError, ModelError
 from tinyllm.pool.driver import Driver
-from tinyllm.pool.judging import Judge, OneAtATime, without_verdict
+from tinyllm.pool.judging import Judge, without_verdict
 from tinyllm.pool.state import GroupRequest
 from tinyllm.pool.workers import ThreadWorker, WorkerDied, WorkerGroup
 from tinyllm.post import run as runs
-from tinyllm.records import Prompt, Revision, Verdict
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Judged, Logged, Prompt, Revision, Verdict
 
 WAIT_S = 300.0
 NEVER = object()
@@ -53,7 +52,7 @@ class PlayedPool:
     def __init__(self, engine, verifier=None, engines=1, verifiers=1, attempts=3, deadline_s=None, capacity=8):
         self.engines, self.verifiers, self.done, self.errors = [], [], [], []
         self.came = threading.Condition()
-        judge = Judge(lambda prompts, completions, step: [Verdict(1.0)] * len(completions))
+        judge = Judge(lambda prompts, completions, step: Judged((Verdict(1.0),) * len(completions)))
         verifier = verifier or (lambda worker, method, arguments: judge.work(*arguments))
         self.driver = Driver(
             WorkerGroup(
@@ -215,7 +214,7 @@ def test_a_group_that_nobody_can_verify_is_unscored_with_the_reason(played):
         ((_, (work, _)),) = arguments[0]
         if work.number == 1:
             return WorkerDied("its process ended")
-        return Judge(lambda prompts, completions, step: [Verdict(0.5)] * len(completions)).work(*arguments)
+        return Judge(lambda prompts, completions, step: Judged((Verdict(0.5),) * len(completions))).work(*arguments)
 
     done = played(engine, verifier, verifiers=2, attempts=2).run(3)
     assert [rewards_of(d) for d in (done[0], done[2])] == [[0.5, 0.5]] * 2
@@ -254,20 +253,20 @@ def test_a_worker_that_dies_again_and_again_stops_the_run(played):
 def test_a_thread_verifies_while_the_trainer_evaluates():
     class Verify:
         def __call__(self, prompts, completions, step=0):
-            self.logged = Logged(extras={"who": [c.prompt_id for c in completions]})
-            return [Verdict(float(step))] * len(completions)
+            logged = Logged(extras={"who": [c.prompt_id for c in completions]})
+            return Judged((Verdict(float(step)),) * len(completions), logged)
 
         def close(self):
             return "closed"
 
-    verify = OneAtATime(Verify())
+    verify = Verify()
     worker = ThreadWorker(lambda: Judge(verify))
     worker.call("start").result(WAIT_S)
     work = requests(1, step=4)[0]
     ((name, judged),) = worker.call("work", [(7, (work, sampled(work)))], 0.1).result(WAIT_S)
     assert name == 7 and [r.reward for r in judged.group.rollouts] == [4.0, 4.0]
     assert judged.logged.extras == {"who": ["p0", "p0"]} and judged.samples == (0, 1)
-    assert verify([work.prompt], sampled(work), 2) == [Verdict(2.0)] * 2 and verify.close() == "closed"
+    assert verify([work.prompt], sampled(work), 2).verdicts == (Verdict(2.0),) * 2 and verify.close() == "closed"
 
 
 def test_what_a_verifier_raises_is_the_reason_of_its_group():

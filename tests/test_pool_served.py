@@ -17,7 +17,7 @@ from tinyllm.pool.judging import Judge, without_verdict
 from tinyllm.pool.served_workers import Loop, ServedWorker
 from tinyllm.pool.state import GroupRequest
 from tinyllm.pool.workers import ThreadWorker, WorkerGroup
-from tinyllm.records import Revision, RevisionSpan, Verdict
+from tinyllm.records import Judged, Revision, RevisionSpan, Verdict
 
 WAIT_S = 300.0
 OLD, NEW = Revision(4, "a" * 32), Revision(5, "b" * 32)
@@ -32,7 +32,7 @@ class ServedPool:
         client.max_lag, client.run = max_lag, self.loop.run
         for server in client.servers.all:
             server.confirm(OLD, str(OLD))
-        judge = Judge(lambda prompts, completions, step: [Verdict(1.0)] * len(completions))
+        judge = Judge(lambda prompts, completions, step: Judged((Verdict(1.0),) * len(completions)))
         self.driver = Driver(
             WorkerGroup("servers", 1, lambda: ServedWorker(client, self.loop), groups),
             WorkerGroup("verifier", 1, lambda: ThreadWorker(lambda: judge), 1),

@@ -10,8 +10,7 @@ from tiny import EOS, ScriptedEngine, sampling
 from tinyllm.config.io import make_config
 from tinyllm.errors import TrainingStopped
 from tinyllm.post.source import InlineSource, PromptOrder
-from tinyllm.records import Prompt, Revision, Verdict
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Judged, Logged, Prompt, Revision, Verdict
 
 PROMPTS = [Prompt(f"p{i}", (5, 6, 7 + i), str(i)) for i in range(10)]
 
@@ -20,9 +19,11 @@ def judge_by_prompt(useful):
     """Samples of a useful prompt get 1 and 0 in turn; of others 0."""
 
     def verify(prompts, completions, step):
-        return [
-            Verdict(float(useful(p, step) and c.sample % 2 == 0)) for p, c in zip(prompts, completions, strict=True)
-        ]
+        return Judged(
+            tuple(
+                Verdict(float(useful(p, step) and c.sample % 2 == 0)) for p, c in zip(prompts, completions, strict=True)
+            )
+        )
 
     return verify
 
@@ -180,8 +181,8 @@ def test_what_was_logged_stands_beside_its_own_completion():
         def __call__(self, prompts, completions, step):
             self.calls += 1
             extras = {"who": [f"{c.prompt_id}/{c.sample}" for c in completions]}
-            self.logged = Logged(metrics={"f/calls": float(self.calls)}, extras=extras)
-            return source_judge(prompts, completions, step)
+            logged = Logged(metrics={"f/calls": float(self.calls)}, extras=extras)
+            return Judged(source_judge(prompts, completions, step).verdicts, logged)
 
     source_judge, source.verify = source.verify, Verify()
     _, groups = next(iter(source))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,7 @@ from tinyllm import rewards
 from tinyllm.config.sections import RewardConfig
 from tinyllm.pool.state import GroupRequest
 from tinyllm.post.grpo import collect_groups
-from tinyllm.records import Completion, Group, Prompt, SamplingParams, Verdict
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Completion, Group, Logged, Prompt, SamplingParams, Verdict
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,13 @@ class Judge:
 
 def judge_once(verify: Any, prompts: Any, completions: Any, step: int) -> tuple[list[Verdict], Logged]:
     """One call of verify, with what its reward functions logged."""
-    if isinstance(verify, OneAtATime):
-        return verify.judge(prompts, completions, step)
-    return verify(prompts, completions, step), getattr(verify, "logged", Logged())
+    judged = verify(prompts, completions, step)
+    return list(judged.verdicts), judged.logged
 
 
 def build_judge(reward: RewardConfig, data: Any) -> Judge:
     """A verifier of its own; data: the task's, of which one row is enough (its columns are checked)."""
-    return Judge(rewards.make_verify(reward, data))
+    return Judge(rewards.make_judge(reward, data))
 
 
 def without_verdict(work: GroupRequest, completions: Sequence[Completion], why: str) -> Judged:
@@ -79,22 +76,3 @@ def without_verdict(work: GroupRequest, completions: Sequence[Completion], why: 
 
     (group,) = collect_groups(_Given(completions), [work.prompt], work.params, verify)
     return Judged(group, Logged(), ())
-
-
-class OneAtATime:
-    """A run's verify for two threads: the trainer's, which evaluates, and the pool's."""
-
-    def __init__(self, verify: Any) -> None:
-        self.inner = verify
-        self._lock = threading.Lock()
-
-    def __call__(self, prompts: Any, completions: Any, step: int = 0) -> list[Verdict]:
-        return self.judge(prompts, completions, step)[0]
-
-    def judge(self, prompts: Any, completions: Any, step: int) -> tuple[list[Verdict], Logged]:
-        """Verdicts, and what was logged for them."""
-        with self._lock:
-            return self.inner(prompts, completions, step), getattr(self.inner, "logged", Logged())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)

@@ -29,8 +29,7 @@ from tinyllm.pool.workers import ThreadWorker, WorkerGroup
 from tinyllm.post.batch import BatchRules
 from tinyllm.post.source import Logbook, PromptOrder, missing_groups, require_signal
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Group, Prompt, Revision, SamplingParams
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Group, Logged, Prompt, Revision, SamplingParams
 
 log = logging.getLogger("tinyllm")
 

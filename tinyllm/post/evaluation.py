@@ -10,7 +10,7 @@ import torch
 from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.post.grpo import RolloutClient, collect_groups, kl_estimate
 from tinyllm.post.update import Scorer
-from tinyllm.records import Group, Prompt, SamplingParams, Verdict
+from tinyllm.records import Group, Judged, Prompt, SamplingParams
 from tinyllm.stats import mean_per_token
 
 
@@ -18,7 +18,7 @@ def evaluator(
     engine: RolloutClient,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    verify: Callable[..., list[Verdict]],
+    verify: Callable[..., Judged],
     reference: Callable[[], Scorer | None],
     ranks: Ranks = SOLO,
 ) -> Callable[[int, Sequence[Group]], dict[str, Any] | None]:
@@ -33,7 +33,9 @@ def evaluator(
             return None
         row: dict[str, Any] = {"kind": "eval", "step": step}
         row |= start_kl(groups, shared(ranks, reference())) if step else dict.fromkeys(("kl", "kl_low", "kl_high"), 0.0)
-        judged = ranks.share(prompts, lambda s: collect_groups(engine, s, params, lambda p, c: verify(p, c, step)))
+        judged = ranks.share(
+            prompts, lambda s: collect_groups(engine, s, params, lambda p, c: list(verify(p, c, step).verdicts))
+        )
         rollouts = [r for g in judged for r in g.rollouts]
         scored = [r.verdict for r in rollouts if r.verdict.value is not None]
         correct = [dict(v.parts).get("correct") for v in scored]

@@ -19,8 +19,7 @@ from tinyllm.post.source import PromptOrder, Source
 from tinyllm.post.trainer import Evaluate
 from tinyllm.post.update import Scorer, model_scorer
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Group, Revision
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Group, Logged, Revision
 from tinyllm.stats import mean_per_token
 from tinyllm.tasks.examples import ExampleData, load_examples
 

@@ -257,7 +257,7 @@ class _Player:
             return list(groups)
         prompts = [g.prompt for g, r in _rows(groups) if r.completion.finish_reason != "error"]
         done = [r.completion for _, r in _rows(groups) if r.completion.finish_reason != "error"]
-        verdicts = iter(self.parts.verify(prompts, done, step))
+        verdicts = iter(self.parts.verify(prompts, done, step).verdicts)
         judged = []
         for group in groups:
             rollouts = []

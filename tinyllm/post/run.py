@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from tinyllm.engine.engine import Engine
 from tinyllm.engine.remote.served import ServedEngine
 from tinyllm.errors import ConfigError, DataError, RunError
 from tinyllm.model import models
-from tinyllm.pool.judging import OneAtATime
 from tinyllm.pool.ray_workers import require_ray
 from tinyllm.pool.source import Pool, PoolSource, is_pooled
 from tinyllm.post.batch import BatchRules
@@ -29,10 +27,10 @@ from tinyllm.post.parts import Parts
 from tinyllm.post.source import InlineSource, PromptOrder, Source
 from tinyllm.post.trainer import Evaluate, Progress
 from tinyllm.post.update import model_scorer
-from tinyllm.record.hashing import hash_bytes, hash_file, hash_json
+from tinyllm.record.hashing import hash_bytes
 from tinyllm.record.rundir import RunDir, new_run_path
-from tinyllm.records import Group, Prompt, Revision, SamplingParams
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Group, Logged, Prompt, Revision, SamplingParams
+from tinyllm.rewards.functions import importable_name
 from tinyllm.rewards.probe import probe_before_training
 
 
@@ -108,7 +106,7 @@ class GRPOParts(Parts):
         self.data = tasks.load(replace(self.config, reward=self.judged), self.tokenizer)
         _check_data(self.config, self.data)
         probe_before_training(self.judged, self.data, self.judged.allow_probes)
-        self.verify = rewards.make_verify(self.judged, self.data, self.tokenizer)
+        self.verify = rewards.make_judge(self.judged, self.data)
 
     pool: Pool | None = None
 
@@ -138,7 +136,6 @@ class GRPOParts(Parts):
         self.engine = self._served(prompts) if config.engine.urls else self._embedded(prompts)
         if is_pooled(config):
             self.phase("starting the pool")
-            self.verify = OneAtATime(self.verify)
             self.pool = Pool(config, self.engine, self.verify, self.judged, self.data, prompts, self.params)
 
     def _embedded(self, prompts: Sequence[Prompt]) -> Engine:
@@ -171,7 +168,7 @@ class GRPOParts(Parts):
         self.engine.publish(revision)
 
     def own_hashes(self) -> dict[str, Any]:
-        return {"verifier": verifier_hash(self.verify.parts)}
+        return {"verifier": rewards.verifier_hash(self.verify.parts)}
 
     def own_facts(self) -> dict[str, Any]:
         facts = {"stop_token_ids": list(self.params.stop_token_ids), "verifier": self.verify.describe()}
@@ -280,51 +277,4 @@ def _check_data(config: GRPOConfig, data: Any) -> None:
 
 def _with_reward_name(config: GRPOConfig, reward: Callable[..., Any]) -> GRPOConfig:
     """The configuration to record for a reward given as an object: where it can be imported from."""
-    return replace(config, reward=replace(config.reward, functions=(_importable_name(reward),)))
-
-
-def _importable_name(function: Any) -> str:
-    module, name = getattr(function, "__module__", "?"), getattr(function, "__qualname__", type(function).__name__)
-    return f"{module}:{name}"
-
-
-def verifier_hash(parts: Sequence[Any]) -> str:
-    """Hash of what judges: settings and weights, tinyllm's verifier code, and the source of reward functions."""
-    code = {p.name: hash_file(p) for p in sorted(Path(rewards.__file__).parent.glob("*.py"))}
-    described = []
-    for part in parts:
-        judge = part.judge
-        if isinstance(judge, rewards.Verifier):
-            described.append([part.name, part.weight, judge.spec])
-        elif isinstance(judge, str):
-            described.append([part.name, part.weight, judge, _module_hash(judge.partition(":")[0])])
-        else:
-            spec = _importable_name(judge)
-            described.append(
-                [part.name, part.weight, spec, _module_hash(spec.partition(":")[0]) or _source_hash(judge)]
-            )
-    return hash_json([code, described])
-
-
-def _module_hash(module: str) -> str | None:
-    """Hash of the source of a module, or of a file."""
-    import importlib.util
-    import sys
-
-    if module.endswith(".py"):
-        return hash_file(module) if Path(module).is_file() else None
-    sys.path.insert(0, "")
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    finally:
-        sys.path.pop(0)
-    return hash_file(spec.origin) if spec and spec.origin and Path(spec.origin).exists() else None
-
-
-def _source_hash(function: Any) -> str | None:
-    try:
-        return hash_bytes(inspect.getsource(function).encode())
-    except (OSError, TypeError):
-        return None
+    return replace(config, reward=replace(config.reward, functions=(importable_name(reward),)))

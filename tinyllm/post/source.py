@@ -17,8 +17,7 @@ from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.errors import TrainingStopped
 from tinyllm.post.batch import BatchRules, has_signal
 from tinyllm.post.grpo import collect_groups
-from tinyllm.records import Completion, Group, Prompt, Revision, SamplingParams, Verdict
-from tinyllm.rewards.functions import Logged
+from tinyllm.records import Completion, Group, Judged, Logged, Prompt, Revision, SamplingParams, Verdict
 
 
 class Source(Protocol):
@@ -98,24 +97,27 @@ class Logbook:
     """What reward functions log over the calls of one step: columns of all its groups, means of its numbers."""
 
     def __init__(self) -> None:
-        self.logged = Logged()
         self._kept = 0
         self._numbers: dict[str, list[float]] = {}
+        self._columns: dict[str, list[Any]] = {}
+
+    @property
+    def logged(self) -> Logged:
+        return Logged({name: sum(x) / len(x) for name, x in self._numbers.items()}, dict(self._columns))
 
     def add(self, logged: Logged, judged: Sequence[Completion], groups: Sequence[Group]) -> None:
         """Adds what one call logged for these groups; a rollout that was not judged has None."""
         rows = {(c.prompt_id, c.draw, c.sample): row for row, c in enumerate(judged)}
         places = [rows.get((c.prompt_id, c.draw, c.sample)) for c in (r.completion for g in groups for r in g.rollouts)]
-        for name in {**self.logged.extras, **logged.extras}:
+        for name in {**self._columns, **logged.extras}:
             values = logged.extras.get(name, [None] * len(judged))
-            earlier = self.logged.extras.get(name, [None] * self._kept)
-            self.logged.extras[name] = earlier + [None if place is None else values[place] for place in places]
+            earlier = self._columns.get(name, [None] * self._kept)
+            self._columns[name] = earlier + [None if place is None else values[place] for place in places]
         self._kept += len(places)
         for name, number in logged.metrics.items():
             if not math.isfinite(number):  # not measured: it must neither erase the mean nor reach JSON
                 continue
             self._numbers.setdefault(name, []).append(number)
-            self.logged.metrics[name] = sum(self._numbers[name]) / len(self._numbers[name])
 
 
 def missing_groups(groups: Sequence[Group], rules: BatchRules, train: TrainConfig) -> int:
@@ -146,7 +148,7 @@ class InlineSource:
         engine: Any,
         order: PromptOrder,
         params: SamplingParams,
-        verify: Callable[..., list[Verdict]],
+        verify: Callable[..., Judged],
         config: GRPOConfig,
         *,
         first_step: int = 1,
@@ -190,13 +192,17 @@ class InlineSource:
 
     def _collect(self, step: int, prompts: list[Prompt]) -> list[Group]:
         judged: list[Completion] = []
+        logged = Logged()
 
         def verify(prompts: list[Prompt], completions: list[Completion]) -> list[Verdict]:
+            nonlocal logged
             begin = time.perf_counter()
             self.on_phase("verifying")
             judged.extend(completions)
             try:
-                return self.verify(prompts, completions, step)
+                found = self.verify(prompts, completions, step)
+                logged = found.logged
+                return list(found.verdicts)
             finally:
                 self.seconds["verify_s"] += time.perf_counter() - begin
 
@@ -205,7 +211,6 @@ class InlineSource:
         params = replace(self.params, step=step)
         groups = self.ranks.share(prompts, lambda share: collect_groups(self.engine, share, params, verify))
         self.seconds["sample_s"] += time.perf_counter() - begin - (self.seconds["verify_s"] - before)
-        logged: Logged = getattr(self.verify, "logged", Logged()) if judged else Logged()
         completions, logged = _joined(self.ranks.gather((judged, logged)))
         self._book.add(logged, completions, groups)
         return groups

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.errors import RewardError
+from tinyllm.records import Unscored
 from tinyllm.rewards.worker import HEADER, pack
 
 START_S = 120.0
@@ -75,7 +76,7 @@ class VerifierPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def run(self, jobs: Sequence[VerifyTask]) -> list[dict[str, Any]]:
-        """The result of each job, in order: what the worker answered, or {"failed": why}.
+        """The result of each job, in order: what the worker answered, or {"failed": why, "cause": Unscored}.
 
         Raises RewardError when a job breaks its contract (its function or verifier cannot be built, a wrong count), and
         when the pool is closed.
@@ -89,7 +90,7 @@ class VerifierPool:
         errors = [result["error"] for result in results if result and "error" in result]
         if errors:
             raise RewardError(errors[0])
-        return [result or {"failed": "no result"} for result in results]
+        return [result or {"failed": "no result", "cause": Unscored.DIED} for result in results]
 
     def close(self) -> None:
         """End all workers, for good. A call that another thread has under way fails, and so does any later one."""
@@ -141,7 +142,8 @@ class VerifierPool:
                     if job is None:
                         raise RewardError(f"a verifier worker did not start within {START_S:g} s; see its output above")
                     seconds = jobs[job].timeout_s
-                    finish(job, {"failed": f"timed out {late}" if late else f"timed out after {seconds:g} s"})
+                    why = f"timed out {late}" if late else f"timed out after {seconds:g} s"
+                    finish(job, {"failed": why, "cause": Unscored.TIMED_OUT})
         return again
 
     def _dispatch(self, jobs: Sequence[VerifyTask], waiting: deque[int]) -> None:
@@ -196,7 +198,7 @@ class VerifierPool:
             if job is None:
                 raise RewardError(f"a verifier worker could not start (exit code {code}); see its output above")
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return [(job, {"failed": f"its worker died ({name})"})]
+            return [(job, {"failed": f"its worker died ({name})", "cause": Unscored.DIED})]
         if len(worker.buffer) < HEADER.size + size or len(worker.buffer) < HEADER.size:
             return []
         result = json.loads(bytes(worker.buffer[HEADER.size : HEADER.size + size]))

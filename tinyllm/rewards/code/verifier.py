@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from tinyllm.errors import DataError, RewardError
-from tinyllm.records import Verdict
+from tinyllm.records import Unscored, Verdict
 from tinyllm.rewards.base import Row, SelfTest, Verifier, correct
 from tinyllm.rewards.code import sandbox
 from tinyllm.rewards.code.condition import Condition, ConditionError
@@ -98,7 +98,7 @@ class CodeVerifier(Verifier):
         try:
             return correct(self._passes(tests, source), source)
         except sandbox.SandboxError as error:
-            return Verdict(None, f"sandbox failed: {error}", source[:200])
+            return Verdict(None, f"sandbox failed: {error}", source[:200], cause=Unscored.DIED)
 
     def explain(self, row: Row, text: str) -> str:
         tests = read_tests(row)

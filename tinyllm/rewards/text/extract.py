@@ -50,7 +50,7 @@ _JOIN = re.compile(r"[\s,;]*(?:or|and|,|;|/)[\s,;]*(?:or|and)?[\s]*", re.IGNOREC
 
 @dataclass(frozen=True)
 class Region:
-    """The settings of a rule. Every text family has them."""
+    """Where the answer stands: a rule with its settings."""
 
     rule: Rule = "tag"
     tag: str = "answer"
@@ -79,6 +79,11 @@ class Region:
                 raise RewardError(f"boxes has {box!r}; choose from boxed, fbox")
         if not self.tags or not self.boxes:
             raise RewardError(f"{'tags' if self.boxes else 'boxes'} is empty; name at least one")
+
+    @property
+    def reads_end(self) -> bool:
+        """Whether the rule reads the end of the text: a completion cut by the length limit then has no answer."""
+        return self.rule in ("last_number", "final")
 
     def find(self, text: str) -> tuple[str | None, str]:
         """(answer, "") or (None, why there is none). Linear in the text."""
