@@ -1,10 +1,8 @@
 """A pool of worker processes that verify, with limits from outside: a hung or dead worker is killed and replaced.
 
 One thread (the caller's) feeds the workers and watches the clock; no signals, so it works from any thread and beside
-any
-event loop. A job's clock starts when an idle, prepared worker gets it, never while it waits. A job that times out or
-kills
-its worker is tried once more alone, and only then marked; the jobs of other samples are not affected.
+any event loop. A job's clock starts when an idle, prepared worker gets it, never while it waits. A job that times out
+or kills its worker is tried once more alone, and only then marked; the jobs of other samples are not affected.
 """
 
 from __future__ import annotations

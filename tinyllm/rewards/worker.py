@@ -1,9 +1,8 @@
 """A verifier worker: reads jobs from its standard input, writes results to what was its standard output, one at a time.
 
 Messages are JSON with an 8-byte length before them; results are plain numbers and texts, never pickles. The parent
-(pool.py)
-keeps the clock and kills; here stands only what ends a worker whose parent is gone: a thread that looks after it, and,
-where a call keeps even that from running, a limit on CPU time.
+(pool.py) keeps the clock and kills; here stands only what ends a worker whose parent is gone: a thread that looks after
+it, and, where a call keeps even that from running, a limit on CPU time.
 """
 
 from __future__ import annotations

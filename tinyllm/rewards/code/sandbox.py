@@ -9,9 +9,8 @@ written.
 3. Nothing: refused with the command that installs bubblewrap. A bare process only where `unsafe-no-sandbox` is asked
 for by name.
 
-Limits hold for the whole sandbox: memory and processes by a cgroup where one can be made, always also by a watcher
-that sums
-over the process tree and kills; CPU and wall time likewise. The clock starts when the submission may start.
+Limits hold for the whole sandbox: memory and processes by a cgroup where one can be made, always also by a watcher that
+sums over the process tree and kills; CPU and wall time likewise. The clock starts when the submission may start.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Family "code": Python functions and programs, run in a fresh sandbox (sandbox.py) and judged outside it.
 
 Row columns: `entry` and `calls` ([[arguments], value] each); or `stdio` ([input, output] each); or `entry`, `inputs`
-and
-`residual`, a condition on the result x in terms of the function's parameters. `tol`: absolute or relative error
+and `residual`, a condition on the result x in terms of the function's parameters. `tol`: absolute or relative error
 allowed.
 `entry` may be left out when the prompt names the function, as in "add(a, b)". `solution`: reference code, run at load.
 
 Every test must report, in order, under the run's secret; a value is right when it is the expected plain data: true is
-not 1,
-a subclass is no number, a tuple is a list, 5.0 is 5. Exit status, printed verdicts and files count for nothing.
+not 1, a subclass is no number, a tuple is a list, 5.0 is 5. Exit status, printed verdicts and files count for nothing.
 """
 
 from __future__ import annotations

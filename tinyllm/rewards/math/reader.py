@@ -1,8 +1,7 @@
 """Our reader of mathematical answers, LaTeX and plain: text -> tree. A text that does not read completely is no answer.
 
 An answer is data, never a program: only the forms below exist. Length, nesting and digits are limited before anything
-is
-computed, and nothing is computed here.
+is computed, and nothing is computed here.
 
     answer   := item (("," | ";" | "and" | "or") item)*            several values: their order does not matter
     item     := [symbol "in"] side (("=" | "<" | "<=" | ">" | ">=" | "!=") side)* [qualifier]
@@ -14,8 +13,7 @@ computed, and nothing is computed here.
     matrix | text
 
 Trees are tuples: (kind, part, part, ...). Kinds: num, sym, const, add, mul, div, pow, neg, pm, mp, fact, func, binom,
-text,
-unit, base, seq (bracketed), list, rel, union, ratio, matrix.
+text, unit, base, seq (bracketed), list, rel, union, ratio, matrix.
 """
 
 from __future__ import annotations

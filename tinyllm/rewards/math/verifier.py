@@ -1,7 +1,6 @@
 """Family "math": LaTeX and plain mathematics. Our reader (math_reader.py) takes the whole answer or none of it;
-equality is
-by kind (math_compare.py) and value (math_value.py); what that cannot tell is asked of math-verify, in this worker
-process.
+equality is by kind (math_compare.py) and value (math_value.py); what that cannot tell is asked of math-verify, in this
+worker process.
 
 What counts as equal: equal values in any form, sets and lists in any order, scaled equations, x = 5 and 5. What does
 not:

@@ -4,9 +4,8 @@ fallback.
     completion -> cut at end-of-turn and stop -> after the last closed think block -> the rule's region -> answer text
 
 Rules: tag (<answer>..</answer>), boxed (\\boxed{..}), hash (a line "#### N"), marker ("Answer: X" to the end of its
-line),
-final (the last statement of free text), last_number (of a finished completion), exact_format (nothing but the tags),
-whole.
+line), final (the last statement of free text), last_number (of a finished completion), exact_format (nothing but the
+tags), whole.
 """
 
 from __future__ import annotations

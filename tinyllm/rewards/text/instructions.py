@@ -1,9 +1,8 @@
 """Family "instructions": constraints that can be checked, in the style of IFEval. All of them must be followed.
 
 The registry is closed: an unknown constraint, argument or value is a fault of the task, found at load, as is an
-argument
-that contradicts the prompt's own text. Nothing is drawn at random. A non-empty answer is required; reasoning does not
-count.
+argument that contradicts the prompt's own text. Nothing is drawn at random. A non-empty answer is required; reasoning
+does not count.
 """
 
 from __future__ import annotations
