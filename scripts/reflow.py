@@ -3,10 +3,10 @@
     python scripts/reflow.py tinyllm            # lists them; exit code 1 when there are any
     python scripts/reflow.py --fix tinyllm      # wraps them again
 
-A line is ragged when it follows a full line, is short, and yet its sentence goes on in the next line: what is left when
-a text is wrapped a second time at a smaller margin. Only prose is touched: an indented block, a list, a line of a table,
-"name: text" lines, a line that ends with its sentence and paragraphs of short lines stay as they are. Comments and other
-strings are not looked at.
+A line is ragged when it follows a full line, is short, and yet its sentence goes on in the next line: what is left
+when a text is wrapped a second time at a smaller margin. Only prose is touched: an indented block, a list, a line of a
+table, "name: text" lines, a line that ends with its sentence and paragraphs of short lines stay as they are. Comments
+and other strings are not looked at.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def ends_sentence(lines: Sequence[str], number: int, last: int) -> bool:
 
 def is_ragged(lines: Sequence[str], paragraph: Paragraph) -> bool:
     """Whether a line of the paragraph ends far before the margin, behind a full one; its last line may."""
-    lengths = [len(line.rstrip()) for line in lines[paragraph.start : paragraph.end]]
+    first = paragraph.start - 1 if paragraph.start and lines[paragraph.start - 1].strip() else paragraph.start
+    lengths = [len(line.rstrip()) for line in lines[first : paragraph.end]]
     return any(before >= FULL and here <= SHORT for before, here in itertools.pairwise(lengths[:-1]))
 
 

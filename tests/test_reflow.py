@@ -59,7 +59,13 @@ def test_ragged_paragraphs_are_wrapped_again():
 
 def test_everything_else_stays():
     mended, _ = reflow.reflow(RAGGED)
-    for kept in ("an example\n    stays", "a list\n  stays", "somebody\nwrote so", "# comments\n# stay", "a text\nis no"):
+    for kept in (
+        "an example\n    stays",
+        "a list\n  stays",
+        "somebody\nwrote so",
+        "# comments\n# stay",
+        "a text\nis no",
+    ):
         assert kept in mended
     assert reflow.reflow(mended) == (mended, [])
     assert mended.split() == RAGGED.split()

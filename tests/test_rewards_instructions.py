@@ -161,7 +161,15 @@ def test_languages_are_told_the_same_way_every_time_or_not_at_all():
     assert {code: language_of(text) for code, text in LANGUAGE_SAMPLES.items()} == {
         code: code for code in LANGUAGE_SAMPLES
     }
-    for text in ("", "123", "xqz", "a b c d e", "def f(x): return x", "\U0001f600", LANGUAGE_SAMPLES["ru"] + LANGUAGE_SAMPLES["th"] * 2 + LANGUAGE_SAMPLES["en"]):
+    for text in (
+        "",
+        "123",
+        "xqz",
+        "a b c d e",
+        "def f(x): return x",
+        "\U0001f600",
+        LANGUAGE_SAMPLES["ru"] + LANGUAGE_SAMPLES["th"] * 2 + LANGUAGE_SAMPLES["en"],
+    ):
         assert language_of(text) is None
 
 
@@ -192,7 +200,7 @@ def test_accuracy_of_languages_on_the_sentences_of_the_benchmark(monkeypatch):
     short, line, two_lines = (languages.counts(language_of, places)[:3] for _, places in languages.LENGTHS)
     assert languages.SENTENCES.keys() == LANGUAGES
     assert short[0] >= 62 and short[1] <= 3 and line[0] >= 72 and line[1] <= 1 and two_lines == (37, 0, 0)
-    assert not [text for text in languages.OTHERS if language_of(text) in LANGUAGES]
+    assert not [text for text in languages.NONE if language_of(text) in LANGUAGES]
 
 
 def test_a_missing_detector_is_named_when_rows_are_loaded(monkeypatch):

@@ -2,13 +2,11 @@
 
     def reward(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list
 
-- prompts, completions: texts; for rows whose prompt is a chat, lists of messages ([{"role": "assistant", "content":
-  ..}]).
+- prompts, completions: texts; where a row's prompt is a chat, lists of messages ([{"role": ..., "content": ...}]).
 - completion_ids: token ids. trainer_state.global_step: the step. columns: every column of the data, as lists.
 - log_extra(column, values): one value per completion, kept beside it. log_metric(name, value): a number of this step.
 - It may be async, and need not take what it does not use.
-- It returns one number or None per completion. None: unscored, never 0. NaN, infinity, an exception: unscored with a
-  reason.
+- It returns one number or None per completion. None, NaN, infinity or an exception: unscored with a reason, never 0.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def importable_name(function: Callable[..., Any]) -> str:
 
 
 def check_spec(spec: str) -> str:
-    """The spec, when it has the form of a function's. Raises RewardError."""
+    """The spec of a function as it was given. Raises RewardError where it is not module:function."""
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise RewardError(f"reward function {spec!r}: write module:function, or a verifier (see docs/verifiers.md)")

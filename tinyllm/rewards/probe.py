@@ -1,4 +1,4 @@
-"""Attacks on a verifier before training: texts that no honest answer looks like, and that some verifier once paid for.
+"""Attacks on a verifier before training: texts that no honest answer looks like, and that some verifiers reward.
 
 Blind attacks know nothing of the gold: one pays when it is rewarded on more than a fifth of the rows (a constant guess
 is right by chance now and then). Informed attacks contain the gold in a form that must not count: one reward is enough.

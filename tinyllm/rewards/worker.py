@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """When the parent is gone, ends this process and what it started: a call that hangs reads no end of input."""
+    """Ends this process and its children when the parent is gone: a call that hangs never reads the end of input."""
     while os.getppid() == parent:
         time.sleep(1.0)
     with suppress(ProcessLookupError):
@@ -118,7 +118,7 @@ def to_json(verdict: Verdict) -> list[Any]:
 
 
 def from_json(fields: list[Any]) -> Verdict:
-    """The verdict again."""
+    """The verdict of to_json's fields."""
     value, reason, answer, parts, cause = fields
     named = tuple((name, number) for name, number in parts)
     return Verdict(value, reason, answer, named, None if cause is None else Unscored(cause))

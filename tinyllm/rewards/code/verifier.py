@@ -2,8 +2,8 @@
 
 Row columns: `entry` and `calls` ([[arguments], value] each); or `stdio` ([input, output] each); or `entry`, `inputs`
 and `residual`, a condition on the result x in terms of the function's parameters. `tol`: absolute or relative error
-allowed.
-`entry` may be left out when the prompt names the function, as in "add(a, b)". `solution`: reference code, run at load.
+allowed. `entry` may be left out when the prompt names the function, as in "add(a, b)". `solution`: reference code, run
+at load.
 
 Every test must report, in order, under the run's secret; a value is right when it is the expected plain data: true is
 not 1, a subclass is no number, a tuple is a list, 5.0 is 5. Exit status, printed verdicts and files count for nothing.
@@ -315,8 +315,7 @@ def _untagged(tagged: Any, depth: int) -> Any:
 
 
 def same(expected: Any, value: Any, tolerance: float) -> bool:
-    """Whether plain data is the expected plain data; numbers within the tolerance, absolute or relative, inside lists
-    too."""
+    """Whether plain data is as expected; numbers, also in lists, within the tolerance, absolute or relative."""
     if isinstance(expected, bool) or isinstance(value, bool) or expected is None or value is None:
         return type(expected) is type(value) and expected == value
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""Family "gym": answers to reasoning-gym tasks, in one <answer></answer> block, by our own checks (gym_checks.py).
+"""Family "gym": answers to reasoning-gym tasks, in one <answer></answer> block, by our own checks (checks.py).
 
 Row columns, as tasks/gym.py makes them: `dataset` (name), `answer` (gold), `metadata`.
 """

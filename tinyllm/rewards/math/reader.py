@@ -28,7 +28,7 @@ from tinyllm.rewards.text.numbers import read_number
 Tree = tuple[Any, ...]
 MAX_DEPTH = 100
 MAX_CHAIN = 100
-"""Factors of one product, and signs after one atom."""
+"""Most factors of one product, and signs after one atom."""
 MAX_NODES = 2_000
 
 WORDS = frozenset("yes no odd even none all true false one two on off".split())
@@ -37,7 +37,7 @@ _GROUPED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
 
 
 def read(text: str) -> Tree:
-    """The tree of a whole answer. Raises Unreadable."""
+    """The tree of a whole answer. Raises Unreadable where no tree is the whole text."""
     text = text.strip().removesuffix("\\")  # half of a "\ " at the end
     while len(text) > 1 and text[-1] == "." and text[-2] != ".":
         text = text[:-1].rstrip()
@@ -348,7 +348,7 @@ class _Parser:
         return tree
 
     def group(self) -> Tree:
-        """{ sum }"""
+        """A sum in braces."""
         self.take("{")
         tree = self.sum()
         if self.peek() == ("cmd", "choose"):

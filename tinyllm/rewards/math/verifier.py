@@ -1,10 +1,10 @@
-"""Family "math": LaTeX and plain mathematics. Our reader (math_reader.py) takes the whole answer or none of it;
-equality is by kind (math_compare.py) and value (math_value.py); what that cannot tell is asked of math-verify, in this
-worker process.
+"""Family "math": LaTeX and plain mathematics.
 
-What counts as equal: equal values in any form, sets and lists in any order, scaled equations, x = 5 and 5. What does
-not:
-other brackets, bases, units, a percent sign, one of several values, several values where one is asked, decimals of an
+Our reader (reader.py) takes the whole answer or none of it. Equality is by kind (compare.py) and value (value.py);
+math-verify is asked, in this worker process, about what those cannot tell.
+
+Equal are: equal values in any form, sets and lists in any order, scaled equations, x = 5 and 5. Not equal are: other
+brackets, bases, units, a percent sign, one of several values, several values where one is asked, decimals of an
 irrational gold (unless the task states `places`).
 """
 

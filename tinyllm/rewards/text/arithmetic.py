@@ -1,5 +1,4 @@
-"""Family "arithmetic": the answer is a number, a tuple of numbers or a clock time, read by our own grammar
-(numbers.py).
+"""Family "arithmetic": the answer is a number, a tuple of numbers or a clock time, by our own grammar (numbers.py).
 
 Values are compared exactly, as rationals; a tolerance holds only where the task states one. The whole region must read.
 Units, currency signs and percent signs are compared, unless the task waives them (`units`, `percent`).
@@ -166,8 +165,7 @@ class ArithmeticVerifier(Verifier):
         return self.read(found, kind)
 
     def read(self, text: str, kind: str) -> Value | None:
-        """The value the whole text is, of the given kind ("auto": number, then tuple, then time); None when it is
-        none."""
+        """The value that the whole text is, of the given kind ("auto": number, then tuple, then time), or None."""
         text = unwrap(text)
         if kind in ("auto", "number"):
             value = self._quantity(text)

@@ -1,5 +1,4 @@
-"""The closed registry of constraints: each a name, checked arguments, and a function from arguments to a check of a
-text."""
+"""The closed registry of constraints: a name, checked arguments, and a function from arguments to a text's check."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Where the answer is: one region of the completion, stated by the task. Linear scanners, no lazy patterns, no
-fallback.
+"""Where the answer stands: one region of the completion, named by the task, found in linear time, without fallback.
 
     completion -> cut at end-of-turn and stop -> after the last closed think block -> the rule's region -> answer text
 
@@ -206,8 +205,7 @@ def cut(text: str, stop: str | None = None) -> str:
 
 
 def after_think(text: str, prefilled: bool = False) -> str:
-    """What follows the last </think>, up to a think block that is never closed. Nothing, when a prefilled one is not
-    closed."""
+    """The text after the last </think>, up to a block that stays open; "" where a prefilled block is not closed."""
     _, closed, rest = text.rpartition("</think>")
     if not closed and prefilled:
         return ""
@@ -219,8 +217,7 @@ _COMMANDS = ("\\boxed{", "\\fbox{", "\\text{", "\\textbf{", "\\mathbf{", "\\math
 
 
 def unwrap(answer: str) -> str:
-    """The answer without markup around the whole of it ($..$, **..**, \\text{..}) and without one trailing full
-    stop."""
+    """The answer without markup around the whole of it ($..$, **..**, \\text{..}) and without its last full stop."""
     answer = answer.strip()
     if answer.isascii() and answer.isalnum():  # the common case
         return answer
@@ -261,8 +258,7 @@ def closes_at(text: str, start: int) -> int:
 
 
 def math_spans(text: str) -> list[str]:
-    """Contents of $..$, $$..$$, \\(..\\) and \\[..\\]; [] when any is joined to the next by "or", "and" or a comma (a
-    list)."""
+    """Contents of $..$, $$..$$, \\(..\\) and \\[..\\]; [] for a list (joined by "or", "and" or a comma)."""
     spans: list[tuple[int, int, str]] = []
     opened: tuple[int, int, str] | None = None  # (start, start of the content, mark that closes it)
     for match in _MATH_MARK.finditer(text):

@@ -54,8 +54,7 @@ class InstructionVerifier(Verifier):
     prompt_fails: ClassVar[bool] = False
     """A prompt may well follow its own constraints ("use no commas")."""
     constraints: str = "constraints"
-    """Column with a list of {"id": ..., "kwargs": {...}}; without it, IFEval's instruction_id_list and kwargs are
-    read."""
+    """Column with a list of {"id": ..., "kwargs": {...}}; without it, IFEval's instruction_id_list and kwargs."""
     think_prefilled: bool = False
 
     def check(self, row: Row) -> None:
@@ -103,8 +102,7 @@ class InstructionVerifier(Verifier):
 
 
 def _arguments(name: str, constraint: Constraint, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked arguments: null counts as not given; every one the constraint has is needed unless it has a
-    default."""
+    """The checked arguments: null counts as not given, and all without a default are needed."""
     values = {key: value for key, value in given.items() if value is not None}
     for key in values:
         if key not in constraint.arguments:
