@@ -54,7 +54,7 @@ def test_ragged_paragraphs_are_wrapped_again():
     mended, begins = reflow.reflow(RAGGED)
     assert begins == [3, 23]
     assert f"{LONG}\nmachine that left these lines. It goes on here.\n" in mended
-    assert "\n    raw \\alpha text in a function, and its attributes too." in mended
+    assert " raw\n    \\alpha text in a function, and its attributes too." in mended
 
 
 def test_everything_else_stays():
