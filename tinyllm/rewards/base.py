@@ -159,6 +159,14 @@ def gold_text(row: Row, column: str) -> str:
     return text
 
 
+def prompt_text(row: Row) -> str:
+    """The row's prompt as one text; the messages of a chat on lines of their own."""
+    prompt = row.get("prompt", "")
+    if isinstance(prompt, list):
+        return "\n".join(str(message.get("content", "")) for message in prompt)
+    return str(prompt)
+
+
 # Building from a spec
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import DataError, RewardError
 from tinyllm.records import Completion, Prompt, Revision, Verdict
-from tinyllm.rewards.base import Verifier
+from tinyllm.rewards.base import Verifier, prompt_text
 from tinyllm.rewards.combine import FORMAT, make_parts
 from tinyllm.rewards.judge import RewardJudge, TaskRows
 from tinyllm.rewards.text.extract import Region
@@ -159,10 +159,7 @@ def honest(judge: RewardJudge, row: Mapping[str, Any]) -> list[str]:
 
 def attacks(judge: RewardJudge, row: Mapping[str, Any]) -> list[Attack]:
     """All attacks on one row."""
-    prompt = row.get("prompt", "")
-    if isinstance(prompt, list):
-        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-    found = [Attack(name, text, False) for name, text in _blind(str(prompt))]
+    found = [Attack(name, text, False) for name, text in _blind(prompt_text(row))]
     entry = _entry(row)
     if entry:
         found += [Attack(name, f"```python\n{code.replace('ENTRY', entry)}\n```", False) for name, code in CODE.items()]

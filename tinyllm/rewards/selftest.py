@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinyllm.errors import DataError
-from tinyllm.rewards.base import Row, SelfTest, Verifier, verify
+from tinyllm.rewards.base import Row, SelfTest, Verifier, prompt_text, verify
 
 
 def row_fault(verifier: Verifier, row: Row) -> str | None:
@@ -32,8 +32,5 @@ def row_fault(verifier: Verifier, row: Row) -> str | None:
 
 def probes(verifier: Verifier, row: Mapping[str, Any]) -> list[SelfTest]:
     """All self-tests of a row."""
-    prompt = row.get("prompt", "")
-    if isinstance(prompt, list):
-        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-    echo = [SelfTest("the prompt itself", str(prompt), 0)] if verifier.prompt_fails else []
+    echo = [SelfTest("the prompt itself", prompt_text(row), 0)] if verifier.prompt_fails else []
     return [SelfTest("empty text", "", 0), *echo, *verifier.probes(row)]

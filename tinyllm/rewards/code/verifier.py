@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.records import Unscored, Verdict
-from tinyllm.rewards.base import Row, SelfTest, Verifier, correct
+from tinyllm.rewards.base import Row, SelfTest, Verifier, correct, prompt_text
 from tinyllm.rewards.code import sandbox
 from tinyllm.rewards.code.condition import Condition, ConditionError
 from tinyllm.rewards.code.sandbox import Limits, Outcome
@@ -197,10 +197,7 @@ def _pairs(value: Any, name: str) -> list[tuple[Any, Any]]:
 
 def _signature(row: Row) -> tuple[str, tuple[str, ...]]:
     """Name of the function, and its parameters as the prompt writes them."""
-    prompt = row.get("prompt", "")
-    if isinstance(prompt, list):
-        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-    found = {match[1]: match[2] for match in reversed(list(_SIGNATURE.finditer(str(prompt))))}
+    found = {match[1]: match[2] for match in reversed(list(_SIGNATURE.finditer(prompt_text(row))))}
     entry = row.get("entry") or next(reversed(found), None)
     if not isinstance(entry, str) or not entry.isidentifier():
         raise DataError("the row has no entry (name of the function), and the prompt names none")

@@ -13,13 +13,13 @@ import itertools
 import re
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tinyllm.errors import RewardError
 from tinyllm.rewards.text.numbers import last_number
 
-RULES = ("tag", "boxed", "hash", "marker", "final", "last_number", "exact_format", "whole")
 Rule = Literal["tag", "boxed", "hash", "marker", "final", "last_number", "exact_format", "whole"]
+RULES: tuple[Rule, ...] = get_args(Rule)
 
 END_OF_TURN = (
     "<|im_end|>",

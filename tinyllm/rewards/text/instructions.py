@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from tinyllm.errors import DataError
 from tinyllm.records import Verdict
-from tinyllm.rewards.base import Row, Verifier, correct
+from tinyllm.rewards.base import Row, Verifier, correct, prompt_text
 from tinyllm.rewards.text.constraints import REGISTRY, Constraint
 from tinyllm.rewards.text.extract import after_think, cut
 
@@ -80,7 +80,7 @@ class InstructionVerifier(Verifier):
                 raise DataError(f"constraint {name!r} is unknown; known are {', '.join(sorted(REGISTRY))}")
             constraint = REGISTRY[name]
             values = _arguments(name, constraint, arguments)
-            _agree(name, values, row.get("prompt"))
+            _agree(name, values, prompt_text(row))
             found.append((name, values, constraint.build(**values)))
         if not found:
             raise DataError(f"the row has no constraints in column {self.constraints!r}")
@@ -141,12 +141,8 @@ def _exclude(name: str, values: Mapping[str, Any], other: str, more: Mapping[str
     return bool(opposite and values[count] >= more[count])
 
 
-def _agree(name: str, values: Mapping[str, Any], prompt: Any) -> None:
+def _agree(name: str, values: Mapping[str, Any], prompt: str) -> None:
     """Raises DataError when the prompt names a number (and relation) of the same thing, and the argument is another."""
-    if isinstance(prompt, list):
-        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-    if not isinstance(prompt, str):
-        return
     for key, value in values.items():
         if key not in COUNTED or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
