@@ -228,7 +228,7 @@ def train_trl(config: GRPOConfig, batch: int, limit_s: float) -> None:
     tokenizer = models.load_tokenizer(config.model.name)
     data = tasks.load(config, tokenizer)
     by_id = {p.id: p for p in data.train}
-    judge = rewards.make_verify(config.reward, data, tokenizer)
+    judge = rewards.make_judge(config.reward, data)
     # Evaluated by a second copy of the model, in tinyllm's engine.
     copy = models.load_model(config.model.name, "float32", "cpu")
     stop = models.stop_token_ids(tokenizer, copy)
@@ -245,7 +245,8 @@ def train_trl(config: GRPOConfig, batch: int, limit_s: float) -> None:
             reason: Any = "stop" if ids[-1] in stop else "length"
             drawn.append(Completion(name, 0, number, tuple(ids), (), reason, 0, Revision(0, ""), text))
         return [
-            0.0 if v.value is None else v.value for v in judge([by_id[name] for name in dict.fromkeys(id)], drawn, 0)
+            0.0 if v.value is None else v.value
+            for v in judge([by_id[name] for name in dict.fromkeys(id)], drawn, 0).verdicts
         ]
 
     setup = TRLSetup("autocast" if native_bf16() else "fp32", batch)

@@ -3,8 +3,7 @@
     python benchmarks/verifiers.py [--seconds 3]
 
 Prints the machine, then one line per family with the best of three rounds. Aims: 20,000 a second for arithmetic and
-format in
-one process; 40 small submissions a second for functions on two cores.
+format in one process; 40 small submissions a second for functions on two cores.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tinyllm.rewards import build, verify
-from tinyllm.rewards.base import Verifier
+from tinyllm.records import Completion, Prompt, Revision
+from tinyllm.rewards import RewardJudge, build, verify
 from tinyllm.rewards.code import sandbox
-from tinyllm.rewards.combine import pool_verdicts
-from tinyllm.rewards.pool import VerifierPool
+from tinyllm.rewards.combine import RewardPart
 
 ROUNDS = 3
 ARITHMETIC = {"prompt": "What is 12 + 17?", "answer": "29"}
@@ -66,15 +64,25 @@ def in_process(spec: str) -> Callable[[], int]:
     return work
 
 
-def in_pool(pool: VerifierPool, verifier: Verifier, rows: Sequence[dict], texts: Sequence[str]) -> Callable[[], int]:
-    """Verdicts of a verifier that runs in worker processes."""
+def in_workers(spec: str, workers: int, rows: Sequence[dict], texts: Sequence[str], seconds: float) -> float:
+    """Verdicts per second of a verifier that runs in worker processes."""
+    judge = RewardJudge([RewardPart("correct", 1.0, build(spec))], timeout_s=60.0, workers=workers)
+    prompts = [Prompt(str(number), (), "", row) for number, row in enumerate(rows)]
+    completions = [
+        Completion(prompt.id, 0, 0, (), (), "stop", 0, Revision(0, ""), text)
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
 
     def work() -> int:
-        verdicts = pool_verdicts(pool, verifier, rows, texts, timeout_s=60.0)
+        verdicts = judge(prompts, completions).verdicts
         assert all(verdict.value is not None for verdict in verdicts), verdicts
         return len(verdicts)
 
-    return work
+    try:
+        work()  # the workers import what they need
+        return rate(work, seconds)
+    finally:
+        judge.close()
 
 
 def main() -> None:
@@ -87,23 +95,13 @@ def main() -> None:
     print(f"sandbox: {sandbox.describe()}")
     for spec in ("arithmetic:rule=last_number", "arithmetic:rule=tag", "format:rule=exact_format", "format:rule=tag"):
         print(f"{spec:32} {rate(in_process(spec), seconds):10,.0f} verdicts/s, one process")
-    pool = VerifierPool(workers)
-    try:
-        rows = [{"prompt": "", "answer": gold} for gold, _ in MATH] * 10
-        math = in_pool(pool, build("math"), rows, [text for _, text in MATH] * 10)
-        math()  # the workers import what they need
-        print(f"{'math':32} {rate(math, seconds):10,.0f} verdicts/s, {workers} workers")
-        json_rows = [{"prompt": "", "schema": SCHEMA}] * 40
-        json = in_pool(pool, build("json"), json_rows, ['{"x": 1}'] * 40)
-        json()
-        print(f"{'json':32} {rate(json, seconds):10,.0f} verdicts/s, {workers} workers")
-        code = in_pool(pool, build("code"), [CODE] * 10, [SUBMISSION] * 10)
-        code()
-        print(
-            f"{'code, functions':32} {rate(code, seconds):10.1f} submissions/s, {workers} workers, a fresh sandbox each"
-        )
-    finally:
-        pool.close()
+    math_rows = [{"prompt": "", "answer": gold} for gold, _ in MATH] * 10
+    math = in_workers("math", workers, math_rows, [text for _, text in MATH] * 10, seconds)
+    print(f"{'math':32} {math:10,.0f} verdicts/s, {workers} workers")
+    json = in_workers("json", workers, [{"prompt": "", "schema": SCHEMA}] * 40, ['{"x": 1}'] * 40, seconds)
+    print(f"{'json':32} {json:10,.0f} verdicts/s, {workers} workers")
+    code = in_workers("code", workers, [CODE] * 10, [SUBMISSION] * 10, seconds)
+    print(f"{'code, functions':32} {code:10.1f} submissions/s, {workers} workers, a fresh sandbox each")
     request = {"kind": "calls", "source": "def add(a, b): return a + b", "entry": "add", "calls": [[2, 3]]}
     for level in ("bubblewrap", "landlock", "unsafe-no-sandbox"):
         with ThreadPoolExecutor(workers) as threads:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import subprocess
 import sys
+import threading
+import time
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +19,8 @@ import torch
 
 from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import RewardError
-from tinyllm.records import Completion, Prompt, Revision, Verdict
-from tinyllm.rewards import Verify, make_verify, verdict_metrics
+from tinyllm.records import Completion, Prompt, Revision, Unscored, Verdict
+from tinyllm.rewards import RewardJudge, build, make_judge, verifier_hash
 from tinyllm.rewards.combine import make_parts
 
 ROW = {"prompt": "What is 3 + 4?", "answer": "7"}
@@ -35,9 +40,10 @@ def data(*prompts, verifier="arithmetic:rule=last_number"):
 
 def judge(texts, functions=(), finish="stop", prompts=None, **config):
     prompts = prompts or [prompt()]
-    verify = make_verify(RewardConfig(functions=functions, **config), data(*prompts))
+    verify = make_judge(RewardConfig(functions=functions, **config), data(*prompts))
     found = verify(prompts, [completion(text, prompts[0].id, i, finish) for i, text in enumerate(texts)], 3)
-    return found, verify
+    verify.close()
+    return found.verdicts, found.logged
 
 
 # the main job
@@ -62,11 +68,13 @@ def test_correctness_and_format_are_separate_terms():
 
 def test_failed_samples_are_unscored_and_not_judged():
     calls = []
-    verify = make_verify(
+    verify = make_judge(
         RewardConfig(functions=(lambda completions: calls.append(len(completions)) or [1.0],)), data(prompt())
     )
-    verdicts = verify([prompt()], [completion("", finish="error", error="cache full"), completion("7", sample=1)])
+    given = [completion("", finish="error", error="cache full"), completion("7", sample=1)]
+    verdicts = verify([prompt()], given).verdicts
     assert verdicts[0].value is None and verdicts[0].reason == "sampling failed: cache full"
+    assert verdicts[0].cause is Unscored.SAMPLING_FAILED and verdicts[1].cause is None
     assert verdicts[1].value == 1.0 and calls == [1]
 
 
@@ -82,11 +90,11 @@ def test_a_function_gets_the_arguments_trl_users_have():
         log_metric("mean", 2)
         return [0.25] * len(completions)
 
-    verdicts, verify = judge(["7", "eight"], (reward,), prompts=[prompt(level=3)])
+    verdicts, logged = judge(["7", "eight"], (reward,), prompts=[prompt(level=3)])
     assert seen["prompts"] == ["What is 3 + 4?"] * 2 and seen["completions"] == ["7", "eight"]
     assert seen["completion_ids"] == [[5, 6]] * 2 and seen["trainer_state"].global_step == 3
     assert (seen["answer"], seen["level"], seen["rest"]) == (["7", "7"], [3, 3], {})
-    assert verify.logged.extras == {"length": [1, 5]} and verify.logged.metrics == {"reward/mean": 2.0}
+    assert logged.extras == {"length": [1, 5]} and logged.metrics == {"reward/mean": 2.0}
     assert [dict(v.parts) for v in verdicts] == [{"reward": 0.25}] * 2
 
 
@@ -178,16 +186,16 @@ def test_each_completion_is_judged_exactly_once_in_order():
         return [float(text) for text in completions]
 
     prompts = [prompt("a"), prompt("b")]
-    verify = make_verify(RewardConfig(functions=(reward,)), data(*prompts))
+    verify = make_judge(RewardConfig(functions=(reward,)), data(*prompts))
     texts = [completion(str(n), "ab"[n % 2], n) for n in range(6)]
-    assert [v.value for v in verify(prompts, texts)] == [0, 1, 2, 3, 4, 5]
+    assert [v.value for v in verify(prompts, texts).verdicts] == [0, 1, 2, 3, 4, 5]
     assert counted == [str(n) for n in range(6)]
 
 
 def test_rows_without_a_column_give_none_to_the_function():
     got = []
     prompts = [prompt("a", level=1), prompt("b")]
-    verify = make_verify(
+    verify = make_judge(
         RewardConfig(functions=(lambda completions, level: got.append(level) or [0, 0],)), data(*prompts)
     )
     verify(prompts, [completion("x", "a"), completion("y", "b")])
@@ -214,7 +222,7 @@ def test_reserved_names_are_refused():
 
 def test_an_argument_that_is_no_column_is_found_before_training():
     with pytest.raises(RewardError, match="needs 'anwser', which is no column of the data; nearest: 'answer'"):
-        make_verify(RewardConfig(functions=(lambda completions, anwser: [1],)), data(prompt()))
+        make_judge(RewardConfig(functions=(lambda completions, anwser: [1],)), data(prompt()))
 
 
 # combinations
@@ -271,7 +279,7 @@ def test_a_gate_needs_something_behind_it():
 )
 def test_wrong_specs_are_refused_with_the_remedy(config, words):
     with pytest.raises(RewardError, match=re.escape(words)):
-        make_verify(RewardConfig(**config), data(prompt()))
+        make_judge(RewardConfig(**config), data(prompt()))
 
 
 def test_a_module_that_fails_to_import_is_named(tmp_path, monkeypatch):
@@ -279,26 +287,144 @@ def test_a_module_that_fails_to_import_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(RewardError, match="importing it raised ZeroDivisionError"):
-        make_verify(RewardConfig(functions=("broken_reward:f",)), data(prompt()))
+        make_judge(RewardConfig(functions=("broken_reward:f",)), data(prompt()))
 
 
 def test_a_function_can_be_named_by_its_file(tmp_path):
     (tmp_path / "mine.py").write_text("def score(completions, **_):\n    return [0.5 for _ in completions]\n")
-    verdicts, verify = judge(["x"], (f"{tmp_path}/mine.py:score",))
-    verify.close()
+    verdicts, _ = judge(["x"], (f"{tmp_path}/mine.py:score",))
     assert verdicts[0].value == 0.5
     with pytest.raises(RewardError, match="does not exist"):
         judge(["x"], (f"{tmp_path}/other.py:score",))
 
 
-def test_what_the_manifest_and_the_metrics_say():
-    verdicts, verify = judge(["7", "8", "none"])
-    about = verify.describe()
+def test_what_the_manifest_says():
+    about = make_judge(RewardConfig(), data(prompt())).describe()
     assert [part["name"] for part in about["parts"]] == ["correct", "format"]
     assert about["parts"][0]["verifier"]["rule"] == "last_number" and len(about["parts"][0]["hash"]) == 32
-    shares = verdict_metrics([*verdicts, Verdict(None, "timed out after 1 s")])
-    assert shares == {
-        "verdicts/right": 0.25, "verdicts/unreadable": 0.25, "verdicts/unscored": 0.25, "verdicts/timed_out": 0.25,
-    }  # fmt: skip
-    code = Verify(make_parts(RewardConfig(functions=("code",)), None)).describe()
+    code = RewardJudge(make_parts(RewardConfig(functions=("code",)), None)).describe()
     assert code["sandbox"]["level"] in ("bubblewrap", "landlock")
+
+
+# what was logged, and causes
+
+
+def log_length(completions, log_extra, log_metric):
+    log_extra("length", [len(text) for text in completions])
+    log_metric("calls", 1)
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("function", [log_length, "reward_functions:log_length"])
+def test_columns_have_one_value_per_completion_that_was_given(function, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    verify = make_judge(RewardConfig(functions=(function,)), data(prompt()))
+    failed = completion("", sample=1, finish="error", error="cache full")
+    try:
+        judged = verify([prompt()], [completion("abc"), failed, completion("a", sample=2)])
+        nothing = verify([prompt()], [failed])
+    finally:
+        verify.close()
+    assert judged.logged.extras == {"length": [3, None, 1]} and judged.logged.metrics == {"log_length/calls": 1.0}
+    assert [v.value for v in judged.verdicts] == [1.0, None, 1.0]
+    assert nothing.logged.extras == {} and nothing.verdicts[0].reason == "sampling failed: cache full"
+
+
+def test_words_of_a_message_decide_nothing():
+    """An exception whose text ends as the reason of None does: it failed, and is not a function for other rows."""
+
+    def raises(completions):
+        raise ValueError("the server returned None")
+
+    verdicts, _ = judge(["7"], (raises, lambda completions: [0.5]))
+    assert verdicts[0].value is None and verdicts[0].cause is Unscored.RAISED
+    verdicts, _ = judge(["7"], (lambda completions: [None], lambda completions: [None]))
+    assert verdicts[0].cause is Unscored.NOT_APPLICABLE
+    verdicts, _ = judge(["7"], (lambda completions: [float("nan")], lambda completions: [None]))
+    assert verdicts[0].cause is Unscored.NOT_FINITE
+
+
+def test_a_cause_is_no_part_of_what_replay_compares():
+    assert Verdict(None, "why", cause=Unscored.RAISED) == Verdict(None, "why")
+    assert hash(Verdict(None, "why", cause=Unscored.RAISED)) == hash(Verdict(None, "why"))
+
+
+def test_threads_call_a_judge_one_at_a_time():
+    inside, most = [], []
+
+    def reward(completions):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return [float(text) for text in completions]
+
+    verify, found = make_judge(RewardConfig(functions=(reward,)), data(prompt())), {}
+
+    def call(number):
+        found[number] = verify([prompt()], [completion(str(number))]).verdicts[0].value
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 8 and found == {number: float(number) for number in range(8)}
+
+
+# specs and identity
+
+HASHES = {
+    "format": "d1f7e327ba4dceb58c2be384b39c065d",
+    "arithmetic": "a3c29202fd983d399bc45b051d2798a7",
+    "math": "f87dea06ff8daffc776d5efccb9e4539",
+    "json": "10edbfe874af7622dd3b07b5720891b6",
+    "code": "d214ab9d2e8996e9787425a766f69cb5",
+    "gym": "d6037bfe7b2f689de7f00d91bcba5dd1",
+    "instructions": "e93dde8c5fea67c48016e1288efad908",
+    "arithmetic:rule=hash,units=$|dollars,abs_tol=1e-6": "a9622a9cbae49a5945647d2ef4a0e8b3",
+    "math:rule=final,places=6": "9fb54a053d9185cd7f256746eb608df8",
+    "gym:rule=boxed,boxes=boxed|fbox": "31aa4e4e583ff1f196e9f75c263da06a",
+}
+
+
+@pytest.mark.parametrize("spec", HASHES)
+def test_specs_are_flat_and_their_hashes_stay(spec):
+    """They stand in manifests: another hash would make every recorded run look as if its verifier had changed."""
+    verifier = build(spec)
+    assert verifier.hash == HASHES[spec]
+    assert build(verifier.spec) == verifier and build(json.dumps(verifier.spec)) == verifier
+    assert "region" not in verifier.spec
+
+
+@pytest.mark.parametrize("spec", ["json:rule=tag", "code:tag=x", "arithmetic:region=x", "math:reads_end=1"])
+def test_settings_of_a_region_are_for_families_that_have_one(spec):
+    with pytest.raises(RewardError, match="has no setting"):
+        build(spec)
+
+
+def test_a_reward_is_identified_by_its_settings_weights_and_sources(tmp_path):
+    def parts(*functions, **config):
+        return make_parts(RewardConfig(functions=functions, **config), None)
+
+    file = tmp_path / "mine.py"
+    file.write_text("def score(completions):\n    return [1.0]\n")
+    both = [parts("arithmetic"), parts("arithmetic:rule=boxed"), parts("math"), parts(f"{file}:score")]
+    both += [parts("arithmetic", weights=(2.0,)), parts(log_length)]
+    hashes = [verifier_hash(each) for each in both]
+    assert len(set(hashes)) == len(both) and hashes == [verifier_hash(each) for each in both]
+    file.write_text("def score(completions):\n    return [0.5]\n")
+    assert verifier_hash(both[3]) != hashes[3]
+
+
+def test_every_family_is_built_and_judges_without_torch():
+    code = (
+        "import sys, tinyllm.rewards as r\n"
+        "from tinyllm.rewards.base import FAMILIES\n"
+        "assert all(r.build(name).family == name for name in FAMILIES)\n"
+        "assert r.build('arithmetic').score('<answer>7</answer>', {'answer': '7'}) == 1.0\n"
+        "assert r.build('math').score('$\\\\boxed{0.5}$', {'answer': '1/2'}) == 1.0\n"
+        "found = {'torch', 'transformers', 'scipy', 'pandas'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tinyllm.errors import DataError
+from tinyllm.errors import DataError, RewardError
 from tinyllm.rewards import build, verify
+from tinyllm.rewards.selftest import row_fault
 from tinyllm.rewards.text.constraints import REGISTRY
-from tinyllm.rewards.text.languages import language_of
+from tinyllm.rewards.text.languages import LANGUAGES, detector, language_of
 
 EXAMPLES = {
     "keywords:existence": ({"keywords": ["tea", "hot water"]}, ["Tea in hot\nwater."], ["Steam, hot water.", "teas and hot water"]),
     "keywords:frequency": ({"keyword": "tea", "frequency": 2, "relation": "at least"}, ["tea Tea"], ["tea teapot"]),
     "keywords:forbidden_words": ({"forbidden_words": ["ton"]}, ["Cotton."], ["A ton.", ""]),
     "keywords:letter_frequency": ({"letter": "z", "let_frequency": 3, "let_relation": "at least"}, ["Zoo zz"], ["zoo"]),
-    "language:response_language": ({"language": "de"}, ["Der Hund ist nicht hier und die Katze auch."], ["The dog is here.", "Hm"]),
+    "language:response_language": (
+        {"language": "de"}, ["Der Hund ist nicht hier und die Katze auch."],
+        ["The dog is here.", "Hm", "Der Hund ist nicht hier und die Katze auch. The dog is not here, and the cat is not either."],
+    ),
     "length_constraints:number_words": ({"num_words": 3, "relation": "at least"}, ["one two three"], ["one well-known", "- - - -"]),
     "length_constraints:number_sentences": ({"num_sentences": 3, "relation": "less than"}, ["Dr. No said so. Yes!"], ["Aa. Bb. Cc d e."]),
     "length_constraints:number_paragraphs": ({"num_paragraphs": 2}, ["a\n***\nb"], ["a", "a\n***\nb\n***\nc", "a***"]),
@@ -34,8 +40,8 @@ EXAMPLES = {
     "detectable_format:title": ({}, ["<<A song>>\nla"], ["<<>>", "<< >>", "<A>"]),
     "combination:two_responses": ({}, ["a******b"], ["a", "a******a", "a******b******c", "******b"]),
     "combination:repeat_prompt": ({"prompt_to_repeat": "Name a river."}, ["Name a  river.\nThe Danube."], ["The Danube.", "Name a river."]),
-    "change_case:english_capital": ({}, ["THE END OF IT"], ["The end", "123", "DER DIE DAS UND NICHT"]),
-    "change_case:english_lowercase": ({}, ["the end of it."], ["The end", "123"]),
+    "change_case:english_capital": ({}, ["THE END OF IT"], ["The end", "123", "DER DIE DAS UND NICHT", "XQZ", "QWRTP ZXCVB"]),
+    "change_case:english_lowercase": ({}, ["the end of it."], ["The end", "123", "xqz", "nous allons au marché ce matin"]),
     "change_case:capital_word_frequency": ({"capital_frequency": 2, "capital_relation": "at least"}, ["NO WAY"], ["NO way"]),
     "punctuation:no_comma": ({}, ["a b"], ["a, b", "a\u060c b", "a\uff0cb", "a\u3001b", "a\u2e32b", ""]),
     "startend:end_checker": ({"end_phrase": "Bye now."}, ["So, bye now."], ["Bye now. Or not.", "Goodbye now."]),
@@ -155,7 +161,15 @@ def test_languages_are_told_the_same_way_every_time_or_not_at_all():
     assert {code: language_of(text) for code, text in LANGUAGE_SAMPLES.items()} == {
         code: code for code in LANGUAGE_SAMPLES
     }
-    for text in ("", "123", "xqz", LANGUAGE_SAMPLES["ru"] + LANGUAGE_SAMPLES["th"] * 2 + LANGUAGE_SAMPLES["en"]):
+    for text in (
+        "",
+        "123",
+        "xqz",
+        "a b c d e",
+        "def f(x): return x",
+        "\U0001f600",
+        LANGUAGE_SAMPLES["ru"] + LANGUAGE_SAMPLES["th"] * 2 + LANGUAGE_SAMPLES["en"],
+    ):
         assert language_of(text) is None
 
 
@@ -176,3 +190,25 @@ def test_no_text_takes_long(text):
     for name, (kwargs, _, _) in EXAMPLES.items():
         assert verify(build("instructions"), row(name, kwargs), "x " + text).value in (0, 1)
     assert time.process_time() - start < 4
+
+
+def test_accuracy_of_languages_on_the_sentences_of_the_benchmark(monkeypatch):
+    """The numbers of docs/verifiers.md, as bounds."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    import languages
+
+    short, line, two_lines = (languages.counts(language_of, places)[:3] for _, places in languages.LENGTHS)
+    assert languages.SENTENCES.keys() == LANGUAGES
+    assert short[0] >= 62 and short[1] <= 3 and line[0] >= 72 and line[1] <= 1 and two_lines == (37, 0, 0)
+    assert not [text for text in languages.NONE if language_of(text) in LANGUAGES]
+
+
+def test_a_missing_detector_is_named_when_rows_are_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    detector.cache_clear()
+    try:
+        build("instructions").check(row("punctuation:no_comma", {}))
+        with pytest.raises(RewardError, match=r"pip install 'tinyllm\[instructions\]'"):
+            row_fault(build("instructions"), row("language:response_language", {"language": "de"}))
+    finally:
+        detector.cache_clear()

@@ -147,7 +147,7 @@ def test_math_recipe_reads_a_worked_solution(tmp_path):
     from test_tasks import jsonl  # the helper only
 
     from tinyllm.config.sections import RewardConfig
-    from tinyllm.rewards.combine import self_test
+    from tinyllm.rewards import self_test
     from tinyllm.tasks.files import read_file, rename
     from tinyllm.tasks.recipes import RECIPES
 

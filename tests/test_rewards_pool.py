@@ -16,18 +16,19 @@ from test_rewards import completion, data, prompt
 
 from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import RewardError
-from tinyllm.rewards import make_verify
+from tinyllm.records import Unscored
+from tinyllm.rewards import make_judge
 from tinyllm.rewards.pool import VerifierPool, VerifyTask
 
 
 @pytest.fixture
 def make(monkeypatch):
-    """Verify of one function of reward_functions.py, closed after the test."""
+    """The judge of one function of reward_functions.py, closed after the test."""
     monkeypatch.chdir(os.path.dirname(__file__))
     made = []
 
     def build(name, **config):
-        made.append(make_verify(RewardConfig(functions=(f"reward_functions:{name}",), **config), data(prompt())))
+        made.append(make_judge(RewardConfig(functions=(f"reward_functions:{name}",), **config), data(prompt())))
         return made[-1]
 
     yield build
@@ -36,6 +37,10 @@ def make(monkeypatch):
 
 
 def judge(verify, texts):
+    return judged(verify, texts).verdicts
+
+
+def judged(verify, texts):
     return verify([prompt()], [completion(text, sample=n) for n, text in enumerate(texts)], 1)
 
 
@@ -46,6 +51,7 @@ def test_hung_calls_are_marked_their_neighbours_count_and_no_worker_is_lost(make
     assert time.monotonic() - start < 15  # 2 limits of 1 s and the starts of new workers, with room for a slow machine
     assert [v.value for v in verdicts] == [1.0, 2.0, None, 3.0, None, 1.0, 1.0, 1.0]
     assert {verdicts[2].reason, verdicts[4].reason} == {"timed out after 1 s"}
+    assert {verdicts[2].cause, verdicts[4].cause} == {Unscored.TIMED_OUT}
     for _ in range(20):
         assert [v.value for v in judge(verify, ["a", "bb"])] == [1.0, 2.0]
     pids = [worker.process.pid for worker in verify.pool._workers if worker]
@@ -56,12 +62,13 @@ def test_hung_calls_are_marked_their_neighbours_count_and_no_worker_is_lost(make
 def test_a_worker_that_dies_marks_only_its_sample(make):
     verdicts = judge(make("hang_on_text"), ["a", "quit", "b"])
     assert [v.value for v in verdicts] == [1.0, None, 1.0]
-    assert verdicts[1].reason == "its worker died (exit code 3)"
+    assert verdicts[1].reason == "its worker died (exit code 3)" and verdicts[1].cause is Unscored.DIED
 
 
 def test_memory_is_bounded(make):
     verdicts = judge(make("fill_memory"), ["a"])
     assert verdicts[0].value is None and "MemoryError" in verdicts[0].reason
+    assert verdicts[0].cause is Unscored.RAISED
 
 
 def test_children_of_a_killed_worker_are_killed(make):
@@ -102,9 +109,9 @@ def test_a_worker_whose_parent_is_killed_ends_in_the_middle_of_a_call(tmp_path):
     """SIGKILL of a verifier's process, or of the trainer: a call that sleeps or loops for ever is not left behind."""
     code = (
         "from test_rewards import data, prompt, completion\nfrom tinyllm.config.sections import RewardConfig\n"
-        "from tinyllm.rewards import make_verify\n"
+        "from tinyllm.rewards import make_judge\n"
         "config = RewardConfig(functions=('reward_functions:child',), timeout_s=3600.0)\n"
-        "make_verify(config, data(prompt()))([prompt()], [completion('a')], 1)"
+        "make_judge(config, data(prompt()))([prompt()], [completion('a')], 1)"
     )
     folder = os.path.dirname(__file__)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(folder), folder])}
@@ -124,9 +131,9 @@ def test_a_worker_whose_parent_is_killed_ends_in_the_middle_of_a_call(tmp_path):
 def test_each_call_is_made_once_and_state_and_logs_come_back(make):
     verify = make("count_calls")
     assert [v.value for v in judge(verify, ["a", "b"])] == [0.1, 0.1]
-    judge(verify, ["a", "b", "c"])
-    assert verify.logged.metrics == {"count_calls/calls": 2.0}
-    assert verify.logged.extras["pid"][0] != os.getpid() and len(verify.logged.extras["pid"]) == 3
+    logged = judged(verify, ["a", "b", "c"]).logged
+    assert logged.metrics == {"count_calls/calls": 2.0}
+    assert logged.extras["pid"][0] != os.getpid() and len(logged.extras["pid"]) == 3
 
 
 def test_a_broken_contract_stops_with_its_message(make):
@@ -181,7 +188,7 @@ def test_nothing_grows_over_many_calls(make):
 def test_verifiers_run_in_the_pool_and_keep_their_order():
     schema = {"type": "integer"}
     rows = SimpleNamespace(train=(prompt(schema=schema),), held_out=(), verifier="json")
-    verify = make_verify(RewardConfig(), rows)
+    verify = make_judge(RewardConfig(), rows)
     try:
         texts = ["1", "x", "2", "{}", "3"] * 4
         assert [v.value for v in judge_rows(verify, rows.train, texts)] == [1.0, 0.0, 1.0, 0.0, 1.0] * 4
@@ -191,17 +198,17 @@ def test_verifiers_run_in_the_pool_and_keep_their_order():
 
 def test_completions_that_were_cut_leave_the_others_in_place():
     rows = SimpleNamespace(train=(prompt(answer="1/2"),), held_out=(), verifier="math:rule=final")
-    verify = make_verify(RewardConfig(timeout_s=60.0), rows)
+    verify = make_judge(RewardConfig(timeout_s=60.0), rows)
     texts = [("$\\frac{1}{2}$", "length"), ("$0.5$", "stop"), ("$0.5$", "length"), ("$2$", "stop"), ("$1/2$", "stop")]
     try:
         cut = [completion(text, sample=n, finish=finish) for n, (text, finish) in enumerate(texts)]
-        assert [v.value for v in verify(rows.train, cut, 1)] == [0.0, 1.0, 0.0, 0.0, 1.0]
+        assert [v.value for v in verify(rows.train, cut, 1).verdicts] == [0.0, 1.0, 0.0, 0.0, 1.0]
     finally:
         verify.close()
 
 
 def judge_rows(verify, prompts, texts):
-    return verify(prompts, [completion(text, sample=n) for n, text in enumerate(texts)], 1)
+    return verify(prompts, [completion(text, sample=n) for n, text in enumerate(texts)], 1).verdicts
 
 
 def test_time_waiting_for_a_worker_does_not_count():

@@ -12,7 +12,7 @@ from test_tasks import jsonl
 from tinyllm.commands.score import main, probe_main
 from tinyllm.config.sections import ArithmeticConfig, RewardConfig
 from tinyllm.errors import DataError, RewardError, UserError
-from tinyllm.rewards import Verify
+from tinyllm.rewards import RewardJudge
 from tinyllm.rewards.combine import make_parts
 from tinyllm.rewards.probe import probe, probe_before_training
 from tinyllm.tasks.arithmetic import generate
@@ -89,7 +89,7 @@ def test_no_attack_pays_on_our_verifiers(family, rule, capsys):
 
 
 def findings(function, *rows):
-    verify = Verify(make_parts(RewardConfig(functions=(function,)), None))
+    verify = RewardJudge(make_parts(RewardConfig(functions=(function,)), None))
     return {
         finding.name for finding in probe(verify, [prompt(str(n), **row) for n, row in enumerate(rows)]) if finding.pays
     }

@@ -237,11 +237,11 @@ def test_missing_mapped_column_names_the_nearest(tokenizer, tmp_path):
 
 
 def test_rows_without_a_verifier_need_a_reward(tokenizer, tmp_path):
-    from tinyllm.rewards import make_verify
+    from tinyllm.rewards import make_judge
 
     data = load(tokenizer, reward=RewardConfig(), file=jsonl(tmp_path, rows(10)), columns=MAP)
     with pytest.raises(RewardError, match="no verifier of their own"):
-        make_verify(RewardConfig(), data)
+        make_judge(RewardConfig(), data)
 
 
 def test_gsm8k_recipe(tokenizer, tmp_path):

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+from test_rewards import completion
 from verifier_cases import CASES, case_ids, row_of, spec_of
 
 from tinyllm.errors import DataError
-from tinyllm.rewards import build, verify
-from tinyllm.rewards.combine import pool_verdicts
-from tinyllm.rewards.pool import VerifierPool
+from tinyllm.records import Prompt
+from tinyllm.rewards import RewardJudge, build, verify
+from tinyllm.rewards.combine import RewardPart
 from tinyllm.rewards.selftest import row_fault
 
 WITNESS = Path("/tmp/verifier_was_here")
@@ -57,13 +58,14 @@ def test_a_batch_keeps_its_length_and_order():
 
 def test_eight_hangs_and_then_a_normal_sample_in_the_pool():
     case = by_id("mat-62")
-    pool = VerifierPool(workers=2)
+    judge = RewardJudge([RewardPart("correct", 1.0, build(spec_of(case)))], timeout_s=20.0, workers=2)
     try:
         texts = [case["completion"]] * 8 + ["\\boxed{5}"]
-        verdicts = pool_verdicts(pool, build(spec_of(case)), [row_of(case)] * 9, texts, timeout_s=20.0)
+        prompt = Prompt("p", (), "", row_of(case))
+        judged = judge([prompt], [completion(text, sample=number) for number, text in enumerate(texts)])
     finally:
-        pool.close()
-    assert [verdict.value for verdict in verdicts] == [0.0] * 8 + [1.0]
+        judge.close()
+    assert [verdict.value for verdict in judged.verdicts] == [0.0] * 8 + [1.0]
 
 
 @pytest.mark.parametrize("name", ["mat-60", "mat-63", "jsn-16", "fmt-30"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -162,6 +163,25 @@ def is_logprob(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and -1e9 < value <= 1e-3  # type: ignore[operator]
 
 
+class Unscored(StrEnum):
+    """Why a verdict has no value, as programs ask for it; people read the verdict's reason."""
+
+    NOT_APPLICABLE = "not_applicable"
+    """A reward function returned None: the row is for other functions."""
+    NOT_FINITE = "not_finite"
+    """A reward is NaN or infinite, or beyond what a float can hold."""
+    RAISED = "raised"
+    """A reward function or a verifier raised an exception."""
+    TIMED_OUT = "timed_out"
+    """Judging took longer than its limit."""
+    DIED = "died"
+    """The worker process, or the sandbox within it, broke while it judged."""
+    BAD_TASK = "bad_task"
+    """The row's task or gold answer cannot be used."""
+    SAMPLING_FAILED = "sampling_failed"
+    """There is no completion to judge."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A verifier's judgement: a finite value, or unscored (value None) with a named reason; never NaN."""
@@ -173,6 +193,8 @@ class Verdict:
     """The answer that was extracted and judged, if any."""
     parts: tuple[tuple[str, float], ...] = ()
     """Named reward parts before weighting, e.g. (("correct", 1.0), ("format", 0.0))."""
+    cause: Unscored | None = field(default=None, compare=False)
+    """The kind of `reason`, known while a run judges. Not recorded, and no part of what replay compares."""
 
     def __post_init__(self) -> None:
         if self.value is None:
@@ -202,7 +224,7 @@ class Logged:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """One number by name, "function/name"."""
     extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Columns by name: one value per judged completion, in its order; None where there is none."""
+    """Columns by name: one value per completion given to the judge, in order; None for one that was not judged."""
 
 
 @dataclass(frozen=True, slots=True)

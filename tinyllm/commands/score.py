@@ -15,8 +15,10 @@ from tinyllm.config.sections import ArithmeticConfig, RewardConfig
 from tinyllm.errors import DataError, UserError
 from tinyllm.records import Completion, Prompt, Revision, Verdict
 from tinyllm.rewards.base import Verifier
-from tinyllm.rewards.combine import Verify, make_parts, self_test
+from tinyllm.rewards.combine import make_parts
+from tinyllm.rewards.judge import RewardJudge
 from tinyllm.rewards.probe import ROWS, probe
+from tinyllm.rewards.rowcheck import self_test
 from tinyllm.stats import wilson
 from tinyllm.tasks.files import nearest, read_file, rename
 
@@ -79,12 +81,12 @@ def probe_main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{len(rows) - len(usable)} of {len(rows)} rows fail their self-test; first: {next(filter(None, faults))}"
         )
-    verify = Verify(make_parts(reward, None), reward.timeout_s, reward.workers)
+    judge = RewardJudge(make_parts(reward, None), reward.timeout_s, reward.workers)
     try:
-        verify.prepare(list(usable[0][1]))
-        found = probe(verify, [_prompt(place, row) for place, row in usable], arguments.rows)
+        judge.prepare(list(usable[0][1]))
+        found = probe(judge, [_prompt(place, row) for place, row in usable], arguments.rows)
     finally:
-        verify.close()
+        judge.close()
     for finding in found:
         mark = "PAYS" if finding.pays else "ok"
         print(
@@ -105,17 +107,17 @@ def score_file(file: str, reward: RewardConfig, columns: Mapping[str, str] | Non
     if not rows:
         raise DataError(f"{file} has no rows; nothing to score")
     texts = [_text(place, row) for place, row in rows]
-    verify = Verify(make_parts(reward, None), reward.timeout_s, reward.workers)
+    judge = RewardJudge(make_parts(reward, None), reward.timeout_s, reward.workers)
     try:
-        verify.prepare([column for column in rows[0][1] if column != "prompt"])
+        judge.prepare([column for column in rows[0][1] if column != "prompt"])
         prompts = [_prompt(place, row) for place, row in rows]
         completions = [
             Completion(prompt.id, 0, 0, (), (), _finish(prompt.row), 0, Revision(0, "file"), text)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        verdicts = verify(prompts, completions)
+        verdicts = judge(prompts, completions).verdicts
     finally:
-        verify.close()
+        judge.close()
     return [
         Scored(place, row, text, verdict) for (place, row), text, verdict in zip(rows, texts, verdicts, strict=True)
     ]

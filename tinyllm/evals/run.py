@@ -174,10 +174,10 @@ class _Evaluation:
             if not kept:
                 raise DataError(f"{task.name}: every prompt is among the training prompts; nothing is left to evaluate")
         self.prompts = {s.name: self._prompts(s) for s in subjects}
-        self.verifies: list[rewards.Verify] = []
+        self.verifies: list[rewards.RewardJudge] = []
         try:
             for task in self.tasks:
-                self.verifies.append(rewards.make_verify(judged, task.data))
+                self.verifies.append(rewards.make_judge(judged, task.data))
         except BaseException:
             self.close()
             raise
@@ -255,7 +255,7 @@ class _Evaluation:
             self.on_phase(f"{what}: {first} of {len(prompts)} prompts")
             part = prompts[first : first + size]
             collect = _served_groups if isinstance(client, ChatServer) else collect_groups
-            groups += collect(client, part, params, verify)
+            groups += collect(client, part, params, lambda p, c: list(verify(p, c).verdicts))
             for group in groups[first:]:
                 for rollout in group.rollouts:
                     measure.score(rollout.verdict)

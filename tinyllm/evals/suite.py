@@ -17,7 +17,6 @@ from tinyllm.evals.config import SuiteConfig
 from tinyllm.model import models
 from tinyllm.record.hashing import hash_json
 from tinyllm.records import Prompt
-from tinyllm.rewards import verifier_hash
 from tinyllm.tasks.files import nearest
 from tinyllm.tasks.recipes import RECIPES
 
@@ -116,10 +115,10 @@ def load_task(config: SuiteConfig, data: DataConfig, reward: RewardConfig, of_ru
     return Task(loaded.name, data, loaded, prompts, len(side) - len(unique))
 
 
-def task_hash(task: Task, verify: rewards.Verify) -> str:
+def task_hash(task: Task, judge: rewards.RewardJudge) -> str:
     """Of the prompts, in order, how they are put, and what judges them."""
     asked = [task.config.prompt_rule, task.config.system_prompt, [prompt.id for prompt in task.prompts]]
-    return hash_json([asked, verifier_hash(verify.parts), verify.combine])
+    return hash_json([asked, rewards.verifier_hash(judge.parts), judge.combine])
 
 
 def cluster_labels(prompts: Sequence[Prompt], column: str | None) -> dict[str, Hashable]:

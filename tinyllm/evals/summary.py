@@ -10,7 +10,7 @@ from tinyllm.evals import measure
 from tinyllm.evals.config import SuiteConfig
 from tinyllm.evals.suite import Task, task_hash
 from tinyllm.record.hashing import hash_json
-from tinyllm.rewards import Verify
+from tinyllm.rewards import RewardJudge
 
 ALL = "all tasks"
 CUT_SHARE = 0.1
@@ -20,7 +20,7 @@ Rows = Sequence[measure.Answers]
 
 def summary(
     config: SuiteConfig,
-    suite: Sequence[tuple[Task, Verify]],
+    suite: Sequence[tuple[Task, RewardJudge]],
     kept: Sequence[Sequence[str]],
     weights: Mapping[str, str | None],
     answers: Sequence[Sequence[Rows]],

@@ -35,6 +35,7 @@ from tinyllm.record.hashing import hash_bytes
 from tinyllm.record.manifest import build_manifest
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Prompt, Revision, SamplingParams
+from tinyllm.rewards.functions import importable_name
 from tinyllm.rewards.probe import probe_before_training
 from tinyllm.seams import Engine, Judge, Source
 from tinyllm.tasks import TaskData
@@ -117,7 +118,7 @@ def _sampling_run(
     _check(config)
     judged_by = config.reward if reward is None else replace(config.reward, functions=(reward,))  # type: ignore[arg-type]
     if reward is not None:  # what is recorded is where it can be imported from
-        config = replace(config, reward=replace(config.reward, functions=(rewards.importable_name(reward),)))
+        config = replace(config, reward=replace(config.reward, functions=(importable_name(reward),)))
     with ExitStack() as stack:
         _tell(callbacks, "reading the data")
         tokenizer = models.load_tokenizer(config.model.name)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
 from typing import Protocol, TypeAlias
 
 import torch
@@ -36,7 +35,7 @@ from tinyllm.axes import (
     require_number,
 )
 from tinyllm.errors import ConfigError, EngineError, RewardError, TinyLLMError
-from tinyllm.records import Completion, Group, Judged, Logged, Prompt, Rollout, SamplingParams, Verdict
+from tinyllm.records import Completion, Group, Judged, Logged, Prompt, Rollout, SamplingParams, Verdict, fault_of
 
 Verify: TypeAlias = Callable[[list[Prompt], list[Completion]], Sequence[Verdict] | Judged]
 """A batched verifier: lists of equal length in, one Verdict for each pair out, in the same order."""
@@ -542,30 +541,11 @@ def _fault(c: Completion, params: SamplingParams) -> str | None:
     """Why a completion cannot be trained on, or None."""
     if c.finish_reason == "error":
         return c.error or "the sampler failed without a reason"
-    if c.finish_reason not in ("stop", "length"):  # such as "abort": cut short by no rule of ours
-        return f"finish reason {c.finish_reason!r}: only 'stop' and 'length' are whole completions"
-    ids, logprobs = (() if x is None else x for x in (c.token_ids, c.logprobs))
-    if len(ids) == 0 or len(ids) != len(logprobs):
-        return f"{len(ids)} token ids with {len(logprobs)} log-probabilities"
     sampled = c.sampled
-    if len(sampled) != len(ids):
-        return f"spans of {len(sampled)} tokens for {len(ids)} token ids"
-    for position, (token, logp) in enumerate(zip(ids, logprobs, strict=True)):
-        if not isinstance(token, Integral) or not 0 <= token < 2**31:
-            return f"id of token {position} is {token!r}"
-        if not sampled[position]:
-            if logp is not None:
-                return f"token {position} was given by the environment, and has the log-probability {logp!r}"
-            continue
-        # Rounding may leave a certain token above 0
-        if not isinstance(logp, Real) or not math.isfinite(logp) or logp > 1e-3:
-            return f"log-probability of token {position} is {logp!r}"
-    if sum(sampled) > params.max_new_tokens:
-        return f"{sum(sampled)} tokens, but max_new_tokens is {params.max_new_tokens}"
-    only_tokens_stop = params.stop_token_ids and not params.stop_strings
-    if c.finish_reason == "stop" and only_tokens_stop and c.token_ids[-1] not in params.stop_token_ids:
-        return f"it stopped, but its last token {c.token_ids[-1]} is no stop token: the client dropped it"
-    return None
+    if c.spans and len(sampled) != len(c.token_ids):
+        return f"spans of {len(sampled)} tokens for {len(c.token_ids)} token ids"
+    fault = fault_of(c.token_ids or (), c.logprobs or (), c.finish_reason, params, sampled=sampled if c.spans else None)
+    return None if fault is None else fault[1]
 
 
 def _judge(verify: Verify, prompts: list[Prompt], completions: list[Completion]) -> Judged:

@@ -1,20 +1,30 @@
-"""Rewards: verifiers (our own families), reward functions (module:function), and how they become one verdict."""
+"""Rewards: verifier families, reward functions (module:function), and the judge that makes one verdict of their parts.
+
+    base        what a verifier is, and how one is built from a spec
+    functions   reward functions in the form TRL users have
+    combine     the terms of a reward, and one verdict from theirs
+    judge       RewardJudge: prompts and completions -> verdicts, what was logged
+    pool, worker    worker processes with limits, for what has no bound of its own
+    selftest, rowcheck    self-tests of task rows at load
+    probe       attacks on a verifier before training
+    identity    hashes of what judges
+
+Families: text/ (format, arithmetic, instructions), math/, json/, code/, gym/. No module of this package needs torch.
+"""
 
 from tinyllm.rewards.base import Verifier, build, verify
-from tinyllm.rewards.combine import Verify, make_judge, make_verify, self_test, verdict_metrics
-from tinyllm.rewards.identity import importable_name, verifier_hash
+from tinyllm.rewards.identity import verifier_hash
+from tinyllm.rewards.judge import RewardJudge, make_judge
 from tinyllm.rewards.probe import probe_before_training
+from tinyllm.rewards.rowcheck import self_test
 
 __all__ = [
+    "RewardJudge",
     "Verifier",
-    "Verify",
     "build",
     "make_judge",
-    "make_verify",
-    "importable_name",
-    "verifier_hash",
     "probe_before_training",
     "self_test",
-    "verdict_metrics",
+    "verifier_hash",
     "verify",
 ]

@@ -24,7 +24,8 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.record.hashing import hash_json
-from tinyllm.records import Verdict
+from tinyllm.records import Unscored, Verdict
+from tinyllm.rewards.text.extract import Region
 
 Row = Mapping[str, Any]
 
@@ -62,6 +63,9 @@ class Verifier(ABC):
     process."""
     prompt_fails: ClassVar[bool] = True
     """Whether the prompt itself, as a completion, must score 0 (a self-test)."""
+    region: Region | None = None
+    """Where the answer stands in the text; None in families that read the whole text. A spec has the settings of the
+    region beside the family's own."""
 
     @abstractmethod
     def check(self, row: Row) -> None:
@@ -70,6 +74,14 @@ class Verifier(ABC):
     @abstractmethod
     def judge(self, row: Row, text: str) -> Verdict:
         """The verdict; may raise DataError for a row that `check` would refuse."""
+
+    def score(self, completion: str | Sequence[Mapping[str, Any]], row: Row) -> float | None:
+        """The reward of a completion (a text, or chat messages of which the last one is judged); None: unscored.
+
+        For other trainers' reward functions. It runs in the calling process, without a time limit of its own.
+        """
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        return verify(self, row, text).value
 
     def explain(self, row: Row, text: str) -> str:
         """Why the text has no answer that can be judged, in words; "" when it has one."""
@@ -94,7 +106,8 @@ class Verifier(ABC):
     @property
     def spec(self) -> dict[str, Any]:
         """The settings as build() takes them."""
-        return {"family": self.family, **dataclasses.asdict(self)}
+        own = dataclasses.asdict(self)
+        return {"family": self.family, **(own.pop("region") or {}), **own}
 
     @functools.cached_property
     def hash(self) -> str:
@@ -105,18 +118,20 @@ class Verifier(ABC):
 def verify(verifier: Verifier, row: Row, text: str) -> Verdict:
     """verifier.judge, made total: whatever goes wrong becomes an unscored verdict with a reason."""
     if not isinstance(text, str):
-        return Verdict(None, f"completion is {type(text).__name__}, not text")
+        return Verdict(None, f"completion is {type(text).__name__}, not text", cause=Unscored.SAMPLING_FAILED)
     if len(text) > MAX_TEXT_CHARS:
         return correct(False, None)
     try:
         verdict = verifier.judge(row, text)
     except DataError as error:
-        return Verdict(None, f"bad task: {error}")
+        return Verdict(None, f"bad task: {error}", cause=Unscored.BAD_TASK)
     except (MemoryError, RecursionError) as error:
-        return Verdict(None, f"{verifier.family} verifier failed: {type(error).__name__}")
+        why = type(error).__name__
     except Exception as error:  # noqa: BLE001  a fault of ours or of a library is data about one sample
-        return Verdict(None, f"{verifier.family} verifier failed: {type(error).__name__}: {str(error)[:200]}")
-    return verdict
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+    else:
+        return verdict
+    return Verdict(None, f"{verifier.family} verifier failed: {why}", cause=Unscored.RAISED)
 
 
 _RIGHT, _WRONG = (("correct", 1.0),), (("correct", 0.0),)
@@ -144,6 +159,14 @@ def gold_text(row: Row, column: str) -> str:
     return text
 
 
+def prompt_text(row: Row) -> str:
+    """The row's prompt as one text; the messages of a chat on lines of their own."""
+    prompt = row.get("prompt", "")
+    if isinstance(prompt, list):
+        return "\n".join(str(message.get("content", "")) for message in prompt)
+    return str(prompt)
+
+
 # Building from a spec
 
 
@@ -163,14 +186,24 @@ def build(spec: str | Mapping[str, Any] | Verifier) -> Verifier:
         raise RewardError(f"verifier {family!r} is unknown; {hint}; a function of yours is module:function")
     module, name = FAMILIES[family]
     kind: type[Verifier] = getattr(importlib.import_module(module), name)
-    hints = typing.get_type_hints(kind)
-    known = {field.name for field in dataclasses.fields(kind)}
+    region = {} if kind.region is None else _settings(Region)
+    own = _settings(kind)
+    del own["region"]
     values = {}
     for key, value in settings.items():
-        if key not in known:
-            raise RewardError(f"verifier {family!r} has no setting {key!r}; {_nearest(key, sorted(known))}")
-        values[key] = _convert(value, hints[key], f"{family}.{key}")
+        if key not in own and key not in region:
+            raise RewardError(f"verifier {family!r} has no setting {key!r}; {_nearest(key, sorted({*own, *region}))}")
+        values[key] = _convert(value, own[key] if key in own else region[key], f"{family}.{key}")
+    if kind.region is not None:
+        of_region = {key: values.pop(key) for key in region if key in values}
+        values["region"] = dataclasses.replace(kind.region, **of_region)
     return kind(**values)
+
+
+def _settings(kind: type[Any]) -> dict[str, Any]:
+    """Name -> type of the fields of a dataclass."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _parse(spec: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -2,13 +2,11 @@
 
     def reward(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list
 
-- prompts, completions: texts; for rows whose prompt is a chat, lists of messages ([{"role": "assistant", "content":
-  ..}]).
+- prompts, completions: texts; where a row's prompt is a chat, lists of messages ([{"role": ..., "content": ...}]).
 - completion_ids: token ids. trainer_state.global_step: the step. columns: every column of the data, as lists.
 - log_extra(column, values): one value per completion, kept beside it. log_metric(name, value): a number of this step.
 - It may be async, and need not take what it does not use.
-- It returns one number or None per completion. None: unscored, never 0. NaN, infinity, an exception: unscored with a
-  reason.
+- It returns one number or None per completion. None, NaN, infinity or an exception: unscored with a reason, never 0.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -30,7 +28,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from tinyllm.errors import RewardError
-from tinyllm.records import Verdict
+from tinyllm.records import Judged, Logged, Unscored, Verdict
 
 FIXED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments every function may take; a data column cannot have such a name."""
@@ -38,7 +36,7 @@ RESERVED = ("prompt", "prompt_id", "draw", "sample", "step", "text", "completion
 """Names log_extra refuses: columns of the run's own record."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RewardBatch:
     """What reward functions are called with. All lists have one element per completion."""
 
@@ -51,16 +49,14 @@ class RewardBatch:
     step: int
 
 
-@dataclass
-class Logged:
-    """What functions logged during one call."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    extras: dict[str, list[Any]] = field(default_factory=dict)
+def importable_name(function: Callable[..., Any]) -> str:
+    """The "module:function" under which a function given as an object is recorded."""
+    module, name = getattr(function, "__module__", "?"), getattr(function, "__qualname__", type(function).__name__)
+    return f"{module}:{name}"
 
 
 def check_spec(spec: str) -> str:
-    """The spec, when it has the form of a function's. Raises RewardError."""
+    """The spec of a function as it was given. Raises RewardError where it is not module:function."""
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise RewardError(f"reward function {spec!r}: write module:function, or a verifier (see docs/verifiers.md)")
@@ -128,37 +124,39 @@ def check_columns(function: Callable[..., Any], name: str, columns: Sequence[str
             )
 
 
-def call(function: Callable[..., Any], name: str, batch: RewardBatch, logged: Logged) -> list[Verdict]:
-    """One verdict per completion of the batch, in order; the function is called once.
+def call(function: Callable[..., Any], name: str, batch: RewardBatch) -> Judged:
+    """One verdict per completion of the batch, in order, and what was logged; the function is called once.
 
     Raises RewardError when it breaks its contract: not a list, a wrong count, a text instead of a number.
     """
     count = len(batch.completions)
     if not count:
-        return []
+        return Judged(())
+    log = _Log(name, count)
     try:
-        result = _run(function, _arguments(function, name, batch, logged))
+        result = _run(function, _arguments(function, batch, log))
     except RewardError:
         raise
     except Exception as error:  # noqa: BLE001  whatever the user's function raises is data about its completions
-        where = _line(error)
-        return [Verdict(None, f"{name} raised {type(error).__name__}: {str(error)[:200]}{where}")] * count
+        why = f"{name} raised {type(error).__name__}: {str(error)[:200]}{_line(error)}"
+        return Judged((Verdict(None, why, cause=Unscored.RAISED),) * count, log.logged())
     if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
         raise RewardError(f"reward function {name} returned {type(result).__name__}; return a list of {count} numbers")
     if len(result) != count:
         raise RewardError(
             f"reward function {name} returned {len(result)} rewards for {count} completions; return one each"
         )
-    return [score(value, name, prompt_id) for value, prompt_id in zip(result, batch.ids, strict=True)]
+    verdicts = tuple(_verdict(value, name, prompt_id) for value, prompt_id in zip(result, batch.ids, strict=True))
+    return Judged(verdicts, log.logged())
 
 
-def score(value: Any, name: str, prompt_id: str) -> Verdict:
+def _verdict(value: Any, name: str, prompt_id: str) -> Verdict:
     """A returned value as a verdict: numbers of any kind (bool, numpy, 0-d tensor, Decimal), None, NaN, infinity.
 
     Raises RewardError for anything else, such as a text.
     """
     if value is None:
-        return Verdict(None, f"{name} returned None")
+        return Verdict(None, f"{name} returned None", cause=Unscored.NOT_APPLICABLE)
     scalar = not isinstance(value, numbers.Number) and getattr(value, "ndim", None) == 0 and hasattr(value, "item")
     number = value.item() if scalar else value
     if not isinstance(number, numbers.Number) or isinstance(number, complex):
@@ -169,37 +167,49 @@ def score(value: Any, name: str, prompt_id: str) -> Verdict:
     try:
         result = float(number)  # type: ignore[arg-type]
     except (OverflowError, ValueError):
-        return Verdict(None, f"{name} returned a number no float can hold for prompt {prompt_id}")
-    return (
-        Verdict(result) if math.isfinite(result) else Verdict(None, f"{name} returned {result} for prompt {prompt_id}")
-    )
+        why = f"{name} returned a number no float can hold for prompt {prompt_id}"
+        return Verdict(None, why, cause=Unscored.NOT_FINITE)
+    if math.isfinite(result):
+        return Verdict(result)
+    return Verdict(None, f"{name} returned {result} for prompt {prompt_id}", cause=Unscored.NOT_FINITE)
 
 
-def _arguments(function: Callable[..., Any], name: str, batch: RewardBatch, logged: Logged) -> dict[str, Any]:
-    count = len(batch.completions)
+class _Log:
+    """What a function logs during one call."""
 
-    def log_extra(column: str, values: Sequence[Any]) -> None:
+    def __init__(self, name: str, count: int) -> None:
+        self._name, self._count = name, count
+        self._metrics: dict[str, float] = {}
+        self._extras: dict[str, list[Any]] = {}
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
         if column in RESERVED:
             raise RewardError(
-                f"reward function {name}: log_extra({column!r}) is a column of the record; take another name"
+                f"reward function {self._name}: log_extra({column!r}) is a column of the record; take another name"
             )
-        if len(values) != count:
+        if len(values) != self._count:
             raise RewardError(
-                f"reward function {name}: log_extra({column!r}) has {len(values)} values for {count} completions"
+                f"reward function {self._name}: log_extra({column!r}) has {len(values)} values for "
+                f"{self._count} completions"
             )
-        logged.extras[column] = list(values)
+        self._extras[column] = list(values)
 
-    def log_metric(metric: str, value: float) -> None:
-        logged.metrics[f"{name}/{metric}"] = float(value)
+    def log_metric(self, metric: str, value: float) -> None:
+        self._metrics[f"{self._name}/{metric}"] = float(value)
 
+    def logged(self) -> Logged:
+        return Logged(dict(self._metrics), dict(self._extras))
+
+
+def _arguments(function: Callable[..., Any], batch: RewardBatch, log: _Log) -> dict[str, Any]:
     columns = {column: None for row in batch.rows for column in row if column != "prompt"}
     known: dict[str, Any] = {
         "prompts": batch.prompts,
         "completions": batch.completions,
         "completion_ids": batch.completion_ids,
         "trainer_state": SimpleNamespace(global_step=batch.step),
-        "log_extra": log_extra,
-        "log_metric": log_metric,
+        "log_extra": log.log_extra,
+        "log_metric": log.log_metric,
     }
     known |= {column: [row.get(column) for row in batch.rows] for column in columns}
     parameters = inspect.signature(function).parameters.values()

@@ -1,57 +1,60 @@
-"""x"""
+"""Hashes of what judges: settings and weights, tinyllm's own verifier code, and the source of reward functions."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tinyllm.record.hashing import hash_bytes, hash_file, hash_json
 from tinyllm.rewards.base import Verifier
+from tinyllm.rewards.combine import RewardPart
+from tinyllm.rewards.functions import importable_name
 
 
-def importable_name(function: Any) -> str:
-    module, name = getattr(function, "__module__", "?"), getattr(function, "__qualname__", type(function).__name__)
-    return f"{module}:{name}"
-
-
-def verifier_hash(parts: Sequence[Any]) -> str:
-    """Hash of what judges: settings and weights, tinyllm's verifier code, and the source of reward functions."""
-    code = {p.name: hash_file(p) for p in sorted(Path(__file__).parent.glob("*.py"))}
-    described = []
+def verifier_hash(parts: Sequence[RewardPart]) -> str:
+    """Identity of a reward, for the manifest: it changes with whatever may change a verdict."""
+    described: list[list[Any]] = []
     for part in parts:
         judge = part.judge
         if isinstance(judge, Verifier):
             described.append([part.name, part.weight, judge.spec])
         elif isinstance(judge, str):
-            described.append([part.name, part.weight, judge, _module_hash(judge.partition(":")[0])])
+            described.append([part.name, part.weight, judge, _module_hash(judge)])
         else:
             spec = importable_name(judge)
-            described.append(
-                [part.name, part.weight, spec, _module_hash(spec.partition(":")[0]) or _source_hash(judge)]
-            )
-    return hash_json([code, described])
+            described.append([part.name, part.weight, spec, _module_hash(spec) or _source_hash(judge)])
+    return hash_json([code_hash(), described])
 
 
-def _module_hash(module: str) -> str | None:
-    """Hash of the source of a module, or of a file."""
-    import importlib.util
-    import sys
+@functools.cache
+def code_hash() -> str:
+    """Hash of the source of all modules of this package, by their paths."""
+    folder = Path(__file__).parent
+    return hash_json({path.relative_to(folder).as_posix(): hash_file(path) for path in sorted(folder.rglob("*.py"))})
 
+
+def _module_hash(spec: str) -> str | None:
+    """Hash of the source file of a function's module, where "module:function" has one."""
+    module = spec.partition(":")[0]
     if module.endswith(".py"):
         return hash_file(module) if Path(module).is_file() else None
     sys.path.insert(0, "")
     try:
-        spec = importlib.util.find_spec(module)
+        found = importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        spec = None
+        found = None
     finally:
         sys.path.pop(0)
-    return hash_file(spec.origin) if spec and spec.origin and Path(spec.origin).exists() else None
+    return hash_file(found.origin) if found and found.origin and Path(found.origin).exists() else None
 
 
-def _source_hash(function: Any) -> str | None:
+def _source_hash(function: Callable[..., Any]) -> str | None:
+    """Hash of the source of a function that no module can be imported for (in a notebook, from `exec`)."""
     try:
         return hash_bytes(inspect.getsource(function).encode())
     except (OSError, TypeError):

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.errors import RewardError
+from tinyllm.records import Unscored
 from tinyllm.rewards.worker import HEADER, pack
 
 START_S = 120.0
@@ -73,7 +74,7 @@ class VerifierPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def run(self, tasks: Sequence[VerifyTask]) -> list[dict[str, Any]]:
-        """The result of each task, in order: what the worker returned, or {"failed": why}.
+        """The result of each task, in order: what the worker returned, or {"failed": why, "cause": Unscored}.
 
         Raises RewardError when a task breaks its contract (its function or verifier cannot be built, a wrong count),
         and when the pool is closed.
@@ -87,7 +88,7 @@ class VerifierPool:
         errors = [result["error"] for result in results if result and "error" in result]
         if errors:
             raise RewardError(errors[0])
-        return [result or {"failed": "no result"} for result in results]
+        return [result or {"failed": "no result", "cause": Unscored.DIED} for result in results]
 
     def close(self) -> None:
         """End all workers, for good. A call that another thread has under way fails, and so does any later one."""
@@ -139,7 +140,8 @@ class VerifierPool:
                     if task is None:
                         raise RewardError(f"a verifier worker did not start within {START_S:g} s; see its output above")
                     seconds = tasks[task].timeout_s
-                    finish(task, {"failed": f"timed out {late}" if late else f"timed out after {seconds:g} s"})
+                    why = f"timed out {late}" if late else f"timed out after {seconds:g} s"
+                    finish(task, {"failed": why, "cause": Unscored.TIMED_OUT})
         return again
 
     def _dispatch(self, tasks: Sequence[VerifyTask], waiting: deque[int]) -> None:
@@ -194,7 +196,7 @@ class VerifierPool:
             if task is None:
                 raise RewardError(f"a verifier worker could not start (exit code {code}); see its output above")
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return [(task, {"failed": f"its worker died ({name})"})]
+            return [(task, {"failed": f"its worker died ({name})", "cause": Unscored.DIED})]
         if len(worker.buffer) < HEADER.size + size or len(worker.buffer) < HEADER.size:
             return []
         result = json.loads(bytes(worker.buffer[HEADER.size : HEADER.size + size]))

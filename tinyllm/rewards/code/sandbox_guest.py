@@ -1,10 +1,8 @@
-"""What runs inside the sandbox, before and around a submission. Standard library only; read as text and given to
-python -c.
+"""What runs inside the sandbox around a submission. Standard library only; its text is given to python -c.
 
 The first argument is the descriptor that brings the request (JSON, to its end), the second the one that takes reports,
-each
-line led by the request's secret. Expected values never come here. A submission can send what it likes: it is compared
-outside, so a forged report is only an answer.
+each line led by the request's secret. Expected values never come here. A submission can send what it likes: it is
+compared outside, so a forged report is only an answer.
 """
 
 

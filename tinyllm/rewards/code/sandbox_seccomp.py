@@ -1,8 +1,7 @@
 """The system calls a submission may not make, as a classic BPF program: bytes for bwrap's --seccomp or for prctl.
 
-Denied calls fail with EPERM (clone3 with ENOSYS, so that libc falls back to clone, whose flags can be read).
-Everything the
-program does not know about another architecture ends the process.
+Denied calls fail with EPERM (clone3 with ENOSYS, so that libc falls back to clone, whose flags can be read). A call
+of another architecture ends the process.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ def supported() -> bool:
 
 
 def program(alone: bool = False) -> bytes:
-    """The filter as struct sock_filter[]; alone: also no new processes and no reach to others (where there is no
-    namespace)."""
+    """The filter as struct sock_filter[]. alone: there is no namespace, so new processes and signals are denied too."""
     machine = platform.machine()
     names, more, clone, clone3 = _CALLS[machine]
     numbers = [int(word) for word in (names + (" " + more if alone else "")).split()[1::2]]

@@ -1,14 +1,12 @@
 """Family "code": Python functions and programs, run in a fresh sandbox (sandbox.py) and judged outside it.
 
 Row columns: `entry` and `calls` ([[arguments], value] each); or `stdio` ([input, output] each); or `entry`, `inputs`
-and
-`residual`, a condition on the result x in terms of the function's parameters. `tol`: absolute or relative error
-allowed.
-`entry` may be left out when the prompt names the function, as in "add(a, b)". `solution`: reference code, run at load.
+and `residual`, a condition on the result x in terms of the function's parameters. `tol`: absolute or relative error
+allowed. `entry` may be left out when the prompt names the function, as in "add(a, b)". `solution`: reference code, run
+at load.
 
 Every test must report, in order, under the run's secret; a value is right when it is the expected plain data: true is
-not 1,
-a subclass is no number, a tuple is a list, 5.0 is 5. Exit status, printed verdicts and files count for nothing.
+not 1, a subclass is no number, a tuple is a list, 5.0 is 5. Exit status, printed verdicts and files count for nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from tinyllm.errors import DataError, RewardError
-from tinyllm.records import Verdict
-from tinyllm.rewards.base import Row, SelfTest, Verifier, correct
+from tinyllm.records import Unscored, Verdict
+from tinyllm.rewards.base import Row, SelfTest, Verifier, correct, prompt_text
 from tinyllm.rewards.code import sandbox
 from tinyllm.rewards.code.condition import Condition, ConditionError
 from tinyllm.rewards.code.sandbox import Limits, Outcome
@@ -98,7 +96,7 @@ class CodeVerifier(Verifier):
         try:
             return correct(self._passes(tests, source), source)
         except sandbox.SandboxError as error:
-            return Verdict(None, f"sandbox failed: {error}", source[:200])
+            return Verdict(None, f"sandbox failed: {error}", source[:200], cause=Unscored.DIED)
 
     def explain(self, row: Row, text: str) -> str:
         tests = read_tests(row)
@@ -199,10 +197,7 @@ def _pairs(value: Any, name: str) -> list[tuple[Any, Any]]:
 
 def _signature(row: Row) -> tuple[str, tuple[str, ...]]:
     """Name of the function, and its parameters as the prompt writes them."""
-    prompt = row.get("prompt", "")
-    if isinstance(prompt, list):
-        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-    found = {match[1]: match[2] for match in reversed(list(_SIGNATURE.finditer(str(prompt))))}
+    found = {match[1]: match[2] for match in reversed(list(_SIGNATURE.finditer(prompt_text(row))))}
     entry = row.get("entry") or next(reversed(found), None)
     if not isinstance(entry, str) or not entry.isidentifier():
         raise DataError("the row has no entry (name of the function), and the prompt names none")
@@ -317,8 +312,7 @@ def _untagged(tagged: Any, depth: int) -> Any:
 
 
 def same(expected: Any, value: Any, tolerance: float) -> bool:
-    """Whether plain data is the expected plain data; numbers within the tolerance, absolute or relative, inside lists
-    too."""
+    """Whether plain data is as expected; numbers, also in lists, within the tolerance, absolute or relative."""
     if isinstance(expected, bool) or isinstance(value, bool) or expected is None or value is None:
         return type(expected) is type(value) and expected == value
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):

@@ -1,7 +1,6 @@
-"""Checks of reasoning-gym answers: each from (gold, metadata) to a check of an answer text. Exact, without partial
-credit.
+"""Checks of reasoning-gym answers: each from (gold, metadata) to a check of an answer text, without partial credit.
 
-The generators of reasoning-gym are used, its scores are not: they evaluate model text, take nan, prefixes and near
+reasoning-gym's generators are used, its scores are not: they evaluate model text, and accept nan, prefixes and near
 misses.
 """
 
@@ -96,7 +95,7 @@ def math_check(gold: str, metadata: Metadata) -> Check:
 
 
 def choice_check(gold: str, metadata: Metadata) -> Check:
-    """One of the valid answers of the metadata (the gold, when there are none)."""
+    """One of the answers that the metadata call valid; the gold when they name none."""
     given = metadata.get("valid_answers")
     if not given and gold.strip().lower() in ("", "none"):
         raise BadGold("it has neither a gold nor valid_answers")
@@ -105,8 +104,7 @@ def choice_check(gold: str, metadata: Metadata) -> Check:
 
 
 def countdown_check(gold: str, metadata: Metadata) -> Check:
-    """An expression of the given numbers, each as often as given, with the target as its value; "= target" may
-    follow."""
+    """An expression of the given numbers, each as often as given, that has the target's value ("= target" may stay)."""
     numbers, target = metadata.get("numbers"), metadata.get("target")
     if not numbers or not isinstance(target, int):
         raise BadGold("metadata lacks numbers or target")
@@ -128,8 +126,7 @@ def puzzle24_check(gold: str, metadata: Metadata) -> Check:
 
 
 def integral_check(gold: str, metadata: Metadata) -> Check:
-    """An antiderivative: its derivative is the integrand at fixed points; only the variable and one constant may stand
-    in it."""
+    """An antiderivative in the variable and one constant: its derivative equals the integrand at fixed points."""
     variable = str(metadata.get("variable", "x"))
     integrand = _read(str(metadata.get("integrand", "")))
     if integrand is None or symbols(integrand) - {variable}:

@@ -1,4 +1,4 @@
-"""Family "gym": answers to reasoning-gym tasks, in one <answer></answer> block, by our own checks (gym_checks.py).
+"""Family "gym": answers to reasoning-gym tasks, in one <answer></answer> block, by our own checks (checks.py).
 
 Row columns, as tasks/gym.py makes them: `dataset` (name), `answer` (gold), `metadata`.
 """
@@ -18,26 +18,27 @@ from tinyllm.rewards.text.extract import Region
 
 
 @dataclass(frozen=True)
-class GymVerifier(Region, Verifier):
-    """Settings: those of Region."""
+class GymVerifier(Verifier):
+    """Settings: those of the region."""
 
     family: ClassVar[str] = "gym"
     in_process: ClassVar[bool] = False
+    region: Region = Region()
 
     def check(self, row: Row) -> None:
         self._check(row)
 
     def judge(self, row: Row, text: str) -> Verdict:
         check = self._check(row)
-        found, _ = self.find(text)
+        found, _ = self.region.find(text)
         return correct(found is not None and check(found.strip()), found)
 
     def explain(self, row: Row, text: str) -> str:
-        return self.find(text)[1]
+        return self.region.find(text)[1]
 
     def probes(self, row: Row) -> list[SelfTest]:
-        wrong = SelfTest("another value", self.write("banana 3 of them"), 0)
-        return [wrong] if self._is_open(row) else [SelfTest("gold", self.write(str(row["answer"])), 1), wrong]
+        wrong = SelfTest("another value", self.region.write("banana 3 of them"), 0)
+        return [wrong] if self._is_open(row) else [SelfTest("gold", self.region.write(str(row["answer"])), 1), wrong]
 
     @staticmethod
     def _is_open(row: Row) -> bool:

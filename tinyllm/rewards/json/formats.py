@@ -1,5 +1,4 @@
-"""The formats of JSON Schema that are checked, each a linear reader of its RFC's grammar. Other names are refused at
-load."""
+"""The formats of JSON Schema that are checked, each by a linear reader; other names are refused at load."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def email(text: str) -> bool:
 
 
 def ipv4(text: str) -> bool:
-    """Dotted quad."""
+    """IPv4 address as a dotted quad."""
     try:
         return text.isascii() and bool(ipaddress.IPv4Address(text))
     except ValueError:
@@ -74,7 +73,7 @@ def ipv4(text: str) -> bool:
 
 
 def ipv6(text: str) -> bool:
-    """RFC 4291, without a zone."""
+    """RFC 4291 IPv6 address, without a zone."""
     try:
         ipaddress.IPv6Address(text)
     except ValueError:

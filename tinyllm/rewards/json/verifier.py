@@ -3,6 +3,7 @@
 Reader: RFC 8259, no duplicate keys, no NaN or Infinity, finite numbers of at most `max_digits` digits (kept exactly, as
 decimals), nesting of at most `max_depth`, valid Unicode, one document. Types are not coerced: true is not 1, "45" is
 not 45.
+
 Schema: checked at load (unknown keywords and formats, dangling references, broken patterns are faults of the task);
 formats are binding; patterns run on RE2, in linear time; references to other documents are refused.
 """
@@ -37,7 +38,7 @@ except ImportError as error:
 
 _ECMA_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
 MAX_FRAMES = 15_000
-"""The library takes some frames for each level of a document under a schema that refers to itself."""
+"""Recursion limit while jsonschema validates: it takes some frames a level, also under a schema of itself."""
 _BLANK = " \t\r\n"
 """White space of JSON."""
 _ONE: tuple[str, ...] = (
@@ -88,7 +89,7 @@ _ANYTHING: tuple[Any, ...] = (
 
 @contextmanager
 def _deep() -> Iterator[None]:
-    """Room for a deep document under a schema that refers to itself; afterwards as it was."""
+    """A higher recursion limit within the block, for a deep document under a schema that refers to itself."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, MAX_FRAMES))
     try:

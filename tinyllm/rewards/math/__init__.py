@@ -1,1 +1,7 @@
-"""Verifier family `math`: answers compared by value."""
+"""Verifier family `math`: answers compared by value.
+
+verifier    the family, its settings, and when math-verify is asked
+tokens, reader    text -> tree
+compare     equality of whole answers, by kind
+value, points    equality of expressions: exact, or at fixed points
+"""

@@ -1,5 +1,4 @@
-"""Equality of whole answers, by their kind: lists and sets, intervals, equations, inequalities, units, texts,
-expressions."""
+"""Equality of whole answers by kind: lists, sets, intervals, equations, inequalities, units, texts, expressions."""
 
 from __future__ import annotations
 
@@ -211,8 +210,7 @@ def interval(relation: Tree) -> Tree | None:
 
 
 def check_value(tree: Tree) -> None:
-    """Compute every expression of a tree once. Raises TooLarge, Undefined: a gold that cannot be computed is no
-    gold."""
+    """Compute every expression of a gold's tree once. Raises TooLarge, Undefined where that is impossible."""
     if tree[0] in EXPRESSIONS:
         if _has_sign(tree) or tree[0] == "const" or (tree[0] == "neg" and tree[1] == ("const", "infty")):
             return

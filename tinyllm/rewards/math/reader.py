@@ -1,8 +1,7 @@
 """Our reader of mathematical answers, LaTeX and plain: text -> tree. A text that does not read completely is no answer.
 
 An answer is data, never a program: only the forms below exist. Length, nesting and digits are limited before anything
-is
-computed, and nothing is computed here.
+is computed, and nothing is computed here.
 
     answer   := item (("," | ";" | "and" | "or") item)*            several values: their order does not matter
     item     := [symbol "in"] side (("=" | "<" | "<=" | ">" | ">=" | "!=") side)* [qualifier]
@@ -14,8 +13,7 @@ computed, and nothing is computed here.
     matrix | text
 
 Trees are tuples: (kind, part, part, ...). Kinds: num, sym, const, add, mul, div, pow, neg, pm, mp, fact, func, binom,
-text,
-unit, base, seq (bracketed), list, rel, union, ratio, matrix.
+text, unit, base, seq (bracketed), list, rel, union, ratio, matrix.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from tinyllm.rewards.text.numbers import read_number
 Tree = tuple[Any, ...]
 MAX_DEPTH = 100
 MAX_CHAIN = 100
-"""Factors of one product, and signs after one atom."""
+"""Most factors of one product, and signs after one atom."""
 MAX_NODES = 2_000
 
 WORDS = frozenset("yes no odd even none all true false one two on off".split())
@@ -39,7 +37,7 @@ _GROUPED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
 
 
 def read(text: str) -> Tree:
-    """The tree of a whole answer. Raises Unreadable."""
+    """The tree of a whole answer. Raises Unreadable where no tree is the whole text."""
     text = text.strip().removesuffix("\\")  # half of a "\ " at the end
     while len(text) > 1 and text[-1] == "." and text[-2] != ".":
         text = text[:-1].rstrip()
@@ -350,7 +348,7 @@ class _Parser:
         return tree
 
     def group(self) -> Tree:
-        """{ sum }"""
+        """A sum in braces."""
         self.take("{")
         tree = self.sum()
         if self.peek() == ("cmd", "choose"):

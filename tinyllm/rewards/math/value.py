@@ -1,10 +1,9 @@
-"""Whether two answers (trees of math_reader.py) are equal: structure first, then exact rationals, then an identity
-test.
+"""Whether two expressions (trees of reader.py) are equal: by structure, as exact rationals, or by an identity test.
 
 - Rational expressions are computed exactly. Sizes are checked before each operation: powers, factorials, binomials.
 - Others are compared as numbers of 100 digits (when those agree, of 500 and more, by how far numbers within them lie
-  from 1), at fixed points for every symbol: positive, negative and complex. All points must agree, so |x| is
-  not x. Distinct expressions that agree everywhere to so many digits do not occur by chance.
+  from 1), at fixed points for every symbol: positive, negative and complex. All points must agree, so |x| is not
+  x. Distinct expressions that agree everywhere to so many digits do not occur by chance.
 - Where no point can be computed, math-verify is asked (its answer counts only for what our reader has read completely).
 """
 
@@ -24,13 +23,13 @@ MAX_BITS = 200_000
 """Exact numbers may have this many bits."""
 MAX_FACTORIAL = 3_000
 MAX_MAGNITUDE = 1_000_000
-"""Numbers may be up to 10 to this, either way."""
+"""Decimal exponent that numbers may have, of either sign."""
 MAX_ARGUMENT = 10**400
 """Largest argument of a function: reducing an angle costs its digits."""
 DIGITS = (100, 500)
 SPAN = "span"
-"""Where the points of `samples` keep the largest power of ten (either way) met within an expression; no symbol is
-called so."""
+"""Key of a point under which `samples` keeps the largest power of ten (of either sign) met within an expression; no
+symbol has this name."""
 MAX_DIGITS = 20_000
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
 
@@ -88,8 +87,7 @@ def _exact_pow(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 
 def _root(base: Fraction, degree: int) -> Fraction | None:
-    """The exact root of a non-negative rational, None when it is irrational; odd roots of negatives are not taken
-    here."""
+    """The exact root of a rational that is not negative; None when the root is irrational."""
     if base < 0 or degree > 1000:
         return None
     parts = []
@@ -168,8 +166,7 @@ NUMERIC = {
 
 
 def numeric(tree: Tree, values: Mapping[str, Any]) -> Any:
-    """The value at a point (symbol -> number), an mpmath number of the working precision. Raises TooLarge,
-    Undefined."""
+    """The value at a point (symbol -> number), at mpmath's working precision. Raises TooLarge, Undefined."""
     value = _numeric(tree, values)
     if not mpmath.isfinite(value):  # log(0)
         raise Undefined("infinity")
@@ -260,8 +257,7 @@ def symbols(tree: Tree) -> set[str]:
 
 
 def samples(trees: Sequence[Tree], digits: int, span: list[float] | None = None) -> Iterator[list[Any]]:
-    """The values of the trees at each point where all of them have one; span[0] becomes the largest power of ten
-    met."""
+    """The trees' values at each point where all have one; span[0] becomes the largest power of ten met."""
     span = [0.0] if span is None else span
     names = sorted(set().union(*map(symbols, trees)))
     for number in range(POINTS if names else 1):
@@ -276,8 +272,7 @@ def samples(trees: Sequence[Tree], digits: int, span: list[float] | None = None)
 
 
 def same_value(left: Tree, right: Tree, tolerance: Fraction | None = None) -> bool | None:
-    """Whether two expressions are equal; None when it cannot be told. tolerance: largest absolute error, if one is
-    stated."""
+    """Whether two expressions are equal; None when it cannot be told. tolerance: largest absolute error, if any."""
     if left == right:
         return True
     if _infinite(left) or _infinite(right):
@@ -322,7 +317,7 @@ def _agree(left: Tree, right: Tree, digits: int, span: list[float]) -> bool | No
 
 
 def _digits(tree: Tree) -> int:
-    """Digits of the largest exact number within an expression: so far below the rest may a difference lie."""
+    """Digits of the largest exact number within an expression: the precision that a difference may need."""
     value = None
     if tree[0] in _EXACT or tree[0] == "num":
         value = exact(tree)

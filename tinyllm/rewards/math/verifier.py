@@ -1,11 +1,10 @@
-"""Family "math": LaTeX and plain mathematics. Our reader (math_reader.py) takes the whole answer or none of it;
-equality is
-by kind (math_compare.py) and value (math_value.py); what that cannot tell is asked of math-verify, in this worker
-process.
+"""Family "math": LaTeX and plain mathematics.
 
-What counts as equal: equal values in any form, sets and lists in any order, scaled equations, x = 5 and 5. What does
-not:
-other brackets, bases, units, a percent sign, one of several values, several values where one is asked, decimals of an
+Our reader (reader.py) takes the whole answer or none of it. Equality is by kind (compare.py) and value (value.py);
+math-verify is asked, in this worker process, about what those cannot tell.
+
+Equal are: equal values in any form, sets and lists in any order, scaled equations, x = 5 and 5. Not equal are: other
+brackets, bases, units, a percent sign, one of several values, several values where one is asked, decimals of an
 irrational gold (unless the task states `places`).
 """
 
@@ -33,12 +32,12 @@ except ImportError:
 
 
 @dataclass(frozen=True)
-class MathVerifier(Region, Verifier):
-    """Settings: those of Region (rule boxed by default), and the five below."""
+class MathVerifier(Verifier):
+    """Settings: those of the region, and the five below."""
 
     family: ClassVar[str] = "math"
     in_process: ClassVar[bool] = False
-    rule: Literal["tag", "boxed", "hash", "marker", "final", "last_number", "exact_format", "whole"] = "boxed"
+    region: Region = Region(rule="boxed")
     gold: str = "answer"
     """Column of the gold; a worked solution is read by the task's rule."""
     kind: Literal["auto", "interval", "angle", "equation", "solutions", "functions"] = "auto"
@@ -49,7 +48,6 @@ class MathVerifier(Region, Verifier):
     units: Literal["compare", "waive"] = "compare"
 
     def __post_init__(self) -> None:
-        Region.__post_init__(self)
         if self.places is not None and not 1 <= self.places <= 100:
             raise RewardError(f"math.places = {self.places}; give 1 to 100")
 
@@ -93,13 +91,13 @@ class MathVerifier(Region, Verifier):
     def probes(self, row: Row) -> list[SelfTest]:
         gold, source = self._gold(row)
         wrong = f"{source}+1" if gold[0] in EXPRESSIONS else "\\text{none of these words}"
-        return [SelfTest("gold", self.write(source), 1), SelfTest("another value", self.write(wrong), 0)]
+        return [SelfTest("gold", self.region.write(source), 1), SelfTest("another value", self.region.write(wrong), 0)]
 
     def _region(self, text: str) -> tuple[str | None, str]:
-        found, why = self.find(text)
+        found, why = self.region.find(text)
         if found is None:
             return None, why
-        if self.rule == "final":
+        if self.region.rule == "final":
             spans = math_spans(found)
             if spans and spans[-1] and taken_back(*found.rpartition(spans[-1])[::2]):
                 return None, "the last formula is denied"
@@ -110,7 +108,7 @@ class MathVerifier(Region, Verifier):
         """Free text without marked mathematics: the one number it states, where the gold is a number."""
         stated = (
             stated_number(found)
-            if self.rule == "final" and gold[0] == "num" and not set(found) & set("\\^_${}")
+            if self.region.rule == "final" and gold[0] == "num" and not set(found) & set("\\^_${}")
             else None
         )
         number = read_number(stated) if stated else None
@@ -127,7 +125,7 @@ class MathVerifier(Region, Verifier):
 @lru_cache(maxsize=4096)
 def _read_gold(verifier: MathVerifier, text: str) -> tuple[Tree, str] | str:
     """(tree, source) of a gold, or why it has none."""
-    found, _ = verifier._region(text) if verifier.rule in ("boxed", "hash", "tag", "marker") else (None, "")
+    found, _ = verifier._region(text) if verifier.region.rule in ("boxed", "hash", "tag", "marker") else (None, "")
     source = (found if found is not None else text).strip().strip("$").strip()
     try:
         tree = read(source)

@@ -1,5 +1,4 @@
-"""Family "arithmetic": the answer is a number, a tuple of numbers or a clock time, read by our own grammar
-(numbers.py).
+"""Family "arithmetic": the answer is a number, a tuple of numbers or a clock time, by our own grammar (numbers.py).
 
 Values are compared exactly, as rationals; a tolerance holds only where the task states one. The whole region must read.
 Units, currency signs and percent signs are compared, unless the task waives them (`units`, `percent`).
@@ -66,10 +65,11 @@ class Value:
 
 
 @dataclass(frozen=True)
-class ArithmeticVerifier(Region, Verifier):
-    """Settings: those of Region, and the six below."""
+class ArithmeticVerifier(Verifier):
+    """Settings: those of the region, and the six below."""
 
     family: ClassVar[str] = "arithmetic"
+    region: Region = Region()
     gold: str = "answer"
     """Column of the gold; a worked solution is read by the task's rule ("30*3=90\\n#### 90")."""
     kind: Literal["auto", "number", "tuple", "time"] = "auto"
@@ -84,7 +84,6 @@ class ArithmeticVerifier(Region, Verifier):
     """Largest error relative to the gold."""
 
     def __post_init__(self) -> None:
-        Region.__post_init__(self)
         for name in ("abs_tol", "rel_tol"):
             text = getattr(self, name)
             number = None if text is None else read_number(str(text))
@@ -116,11 +115,11 @@ class ArithmeticVerifier(Region, Verifier):
 
     def judge(self, row: Row, text: str) -> Verdict:
         gold = self.read_gold(row)
-        found, _ = self.find(text)
+        found, _ = self.region.find(text)
         if found is None:
             return correct(False, None)
         answer = self._answer(found, gold.kind)
-        if self.rule == "final" and gold.unit is None and answer is not None and answer.unit is not None:
+        if self.region.rule == "final" and gold.unit is None and answer is not None and answer.unit is not None:
             stated = stated_number(found)  # "72 apples" as a statement gives 72, as "she has 72 apples" does
             answer = self.read(stated, gold.kind) if stated else answer
         if answer is None:
@@ -128,7 +127,7 @@ class ArithmeticVerifier(Region, Verifier):
         return correct(self.same(gold, answer), found.strip())
 
     def explain(self, row: Row, text: str) -> str:
-        found, why = self.find(text)
+        found, why = self.region.find(text)
         unread = found is not None and self._answer(found, self.read_gold(row).kind) is None
         return why or ("the answer does not read completely" if unread else "")
 
@@ -153,18 +152,20 @@ class ArithmeticVerifier(Region, Verifier):
             absolute, relative = map(Fraction, self._tolerances)
             shift = 1 + 2 * max(absolute, relative * max(abs(Fraction(number)) for number in gold.numbers))
             wrong = Value(gold.kind, tuple(number + shift for number in gold.numbers), gold.unit, gold.bracket)
-        return [SelfTest("gold", self.write(show(gold)), 1), SelfTest("another value", self.write(show(wrong)), 0)]
+        return [
+            SelfTest("gold", self.region.write(show(gold)), 1),
+            SelfTest("another value", self.region.write(show(wrong)), 0),
+        ]
 
     def _answer(self, found: str, kind: str) -> Value | None:
-        if self.rule == "final":
+        if self.region.rule == "final":
             whole = self.read(found, kind)
             stated = None if whole or kind != "number" else stated_number(found)
             return whole or (self.read(stated, kind) if stated else None)
         return self.read(found, kind)
 
     def read(self, text: str, kind: str) -> Value | None:
-        """The value the whole text is, of the given kind ("auto": number, then tuple, then time); None when it is
-        none."""
+        """The value that the whole text is, of the given kind ("auto": number, then tuple, then time), or None."""
         text = unwrap(text)
         if kind in ("auto", "number"):
             value = self._quantity(text)
@@ -210,8 +211,8 @@ class ArithmeticVerifier(Region, Verifier):
 @lru_cache(maxsize=4096)
 def _read_gold(verifier: ArithmeticVerifier, text: str) -> Value | None:
     value = verifier.read(text, verifier.kind)
-    if value is None and verifier.rule != "last_number" and len(text) <= MAX_GOLD_CHARS:
-        found, _ = verifier.find(text)
+    if value is None and verifier.region.rule != "last_number" and len(text) <= MAX_GOLD_CHARS:
+        found, _ = verifier.region.find(text)
         value = verifier._answer(found, verifier.kind) if found else None
     return value
 

@@ -1,5 +1,4 @@
-"""The closed registry of constraints: each a name, checked arguments, and a function from arguments to a check of a
-text."""
+"""The closed registry of constraints: a name, checked arguments, and a function from arguments to a text's check."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.rewards.json.reader import NotJson, fenced, read_json
-from tinyllm.rewards.text.languages import LANGUAGES, language_of
+from tinyllm.rewards.text.languages import LANGUAGES, detector, language_of
 
 Check = Callable[[str], bool]
 COMMAS = ",\u060c\u3001\uff0c\ufe50\ufe51\ufe10\ufe11\u055d\u07f8\u1363\u1802\u1808\ua4fe\ua60d\ua6f5\uff64\u201a"
@@ -200,14 +199,18 @@ def _capitals(capital_frequency: float, capital_relation: str) -> Check:
     return lambda text: compare(sum(word.isupper() for word in words(text)), capital_relation, capital_frequency)
 
 
+def _response_language(language: str) -> Check:
+    detector()  # a library that is missing is found when the rows are loaded
+    return lambda text: language_of(text) == language
+
+
 def _case(upper: bool) -> Check:
+    detector()
+
     def check(text: str) -> bool:
         letters = [char for char in text if char.isalpha()]
-        return (
-            bool(letters)
-            and text == (text.upper() if upper else text.lower())
-            and language_of(text.lower()) in ("en", None)
-        )
+        cased = text == (text.upper() if upper else text.lower())
+        return bool(letters) and cased and language_of(text.lower()) == "en"
 
     return check
 
@@ -255,9 +258,7 @@ REGISTRY: dict[str, Constraint] = {
     "keywords:letter_frequency": Constraint(
         _letters, {"letter": _letter, "let_frequency": _positive, "let_relation": _relation}
     ),
-    "language:response_language": Constraint(
-        lambda language: lambda text: language_of(text) == language, {"language": _language}
-    ),
+    "language:response_language": Constraint(_response_language, {"language": _language}),
     "length_constraints:number_words": Constraint(
         _relation_of(lambda text: len(words(text)), "num_words"), {"num_words": _positive, **_NUMBER}
     ),

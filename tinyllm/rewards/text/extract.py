@@ -1,12 +1,10 @@
-"""Where the answer is: one region of the completion, stated by the task. Linear scanners, no lazy patterns, no
-fallback.
+"""Where the answer stands: one region of the completion, named by the task, found in linear time, without fallback.
 
     completion -> cut at end-of-turn and stop -> after the last closed think block -> the rule's region -> answer text
 
 Rules: tag (<answer>..</answer>), boxed (\\boxed{..}), hash (a line "#### N"), marker ("Answer: X" to the end of its
-line),
-final (the last statement of free text), last_number (of a finished completion), exact_format (nothing but the tags),
-whole.
+line), final (the last statement of free text), last_number (of a finished completion), exact_format (nothing but the
+tags), whole.
 """
 
 from __future__ import annotations
@@ -15,13 +13,13 @@ import itertools
 import re
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tinyllm.errors import RewardError
 from tinyllm.rewards.text.numbers import last_number
 
-RULES = ("tag", "boxed", "hash", "marker", "final", "last_number", "exact_format", "whole")
 Rule = Literal["tag", "boxed", "hash", "marker", "final", "last_number", "exact_format", "whole"]
+RULES: tuple[Rule, ...] = get_args(Rule)
 
 END_OF_TURN = (
     "<|im_end|>",
@@ -50,7 +48,7 @@ _JOIN = re.compile(r"[\s,;]*(?:or|and|,|;|/)[\s,;]*(?:or|and)?[\s]*", re.IGNOREC
 
 @dataclass(frozen=True)
 class Region:
-    """The settings of a rule. Every text family has them."""
+    """Where the answer stands: a rule with its settings."""
 
     rule: Rule = "tag"
     tag: str = "answer"
@@ -79,6 +77,11 @@ class Region:
                 raise RewardError(f"boxes has {box!r}; choose from boxed, fbox")
         if not self.tags or not self.boxes:
             raise RewardError(f"{'tags' if self.boxes else 'boxes'} is empty; name at least one")
+
+    @property
+    def reads_end(self) -> bool:
+        """Whether the rule reads the end of the text: a completion cut by the length limit then has no answer."""
+        return self.rule in ("last_number", "final")
 
     def find(self, text: str) -> tuple[str | None, str]:
         """(answer, "") or (None, why there is none). Linear in the text."""
@@ -202,8 +205,7 @@ def cut(text: str, stop: str | None = None) -> str:
 
 
 def after_think(text: str, prefilled: bool = False) -> str:
-    """What follows the last </think>, up to a think block that is never closed. Nothing, when a prefilled one is not
-    closed."""
+    """The text after the last </think>, up to a block that stays open; "" where a prefilled block is not closed."""
     _, closed, rest = text.rpartition("</think>")
     if not closed and prefilled:
         return ""
@@ -215,8 +217,7 @@ _COMMANDS = ("\\boxed{", "\\fbox{", "\\text{", "\\textbf{", "\\mathbf{", "\\math
 
 
 def unwrap(answer: str) -> str:
-    """The answer without markup around the whole of it ($..$, **..**, \\text{..}) and without one trailing full
-    stop."""
+    """The answer without markup around the whole of it ($..$, **..**, \\text{..}) and without its last full stop."""
     answer = answer.strip()
     if answer.isascii() and answer.isalnum():  # the common case
         return answer
@@ -257,8 +258,7 @@ def closes_at(text: str, start: int) -> int:
 
 
 def math_spans(text: str) -> list[str]:
-    """Contents of $..$, $$..$$, \\(..\\) and \\[..\\]; [] when any is joined to the next by "or", "and" or a comma (a
-    list)."""
+    """Contents of $..$, $$..$$, \\(..\\) and \\[..\\]; [] for a list (joined by "or", "and" or a comma)."""
     spans: list[tuple[int, int, str]] = []
     opened: tuple[int, int, str] | None = None  # (start, start of the content, mark that closes it)
     for match in _MATH_MARK.finditer(text):

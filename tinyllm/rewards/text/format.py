@@ -18,10 +18,11 @@ from tinyllm.rewards.text.numbers import read_number, stated_number
 
 
 @dataclass(frozen=True)
-class FormatVerifier(Region, Verifier):
-    """Settings: those of Region, and the three below."""
+class FormatVerifier(Verifier):
+    """Settings: those of the region, and the three below."""
 
     family: ClassVar[str] = "format"
+    region: Region = Region()
     gold: str | None = "answer"
     """Column of the gold text; empty = judge the format alone."""
     choices: tuple[str, ...] = ()
@@ -29,9 +30,8 @@ class FormatVerifier(Region, Verifier):
     ignore_case: bool = False
 
     def __post_init__(self) -> None:
-        Region.__post_init__(self)
-        if self.gold is None and self.rule in ("whole", "final"):
-            raise RewardError(f"format.rule = {self.rule!r} without a gold pays for any text; give format.gold")
+        if self.gold is None and self.region.rule in ("whole", "final"):
+            raise RewardError(f"format.rule = {self.region.rule!r} without a gold pays for any text; give format.gold")
 
     def check(self, row: Row) -> None:
         if self.gold is None:
@@ -40,31 +40,31 @@ class FormatVerifier(Region, Verifier):
 
     def judge(self, row: Row, text: str) -> Verdict:
         if self.gold is None:
-            found, _ = self.find(text)
+            found, _ = self.region.find(text)
             return correct(found is not None, found)
         gold = self._gold(row)
-        found, _ = self.find(text)
+        found, _ = self.region.find(text)
         if found is None:
             return correct(False, None)
         number = read_number(gold)
         if number is not None:
-            stated = stated_number(found) if self.rule == "final" else unwrap(found)
+            stated = stated_number(found) if self.region.rule == "final" else unwrap(found)
             answer = None if stated is None else read_number(stated)
             same = answer is not None and answer.value == number.value and answer.currency == number.currency
             return correct(same, found.strip())
         return correct(self._text(found) == gold, found.strip())
 
     def explain(self, row: Row, text: str) -> str:
-        return self.find(text)[1]
+        return self.region.find(text)[1]
 
     def probes(self, row: Row) -> list[SelfTest]:
         if self.gold is None:
-            return [SelfTest("format alone", self.write("x"), 1)]
+            return [SelfTest("format alone", self.region.write("x"), 1)]
         gold = self._gold(row)
         number = read_number(gold)
         others = [choice for choice in self.choices if choice != gold]
         wrong = str(number.value + 1) if number else others[0] if others else gold[::-1] + "x"
-        return [SelfTest("gold", self.write(gold), 1), SelfTest("another value", self.write(wrong), 0)]
+        return [SelfTest("gold", self.region.write(gold), 1), SelfTest("another value", self.region.write(wrong), 0)]
 
     def _gold(self, row: Row) -> str:
         gold = gold_text(row, self.gold or "")

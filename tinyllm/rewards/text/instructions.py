@@ -1,9 +1,8 @@
 """Family "instructions": constraints that can be checked, in the style of IFEval. All of them must be followed.
 
 The registry is closed: an unknown constraint, argument or value is a fault of the task, found at load, as is an
-argument
-that contradicts the prompt's own text. Nothing is drawn at random. A non-empty answer is required; reasoning does not
-count.
+argument that contradicts the prompt's own text. Nothing is drawn at random. A non-empty answer is required; reasoning
+does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 
 from tinyllm.errors import DataError
 from tinyllm.records import Verdict
-from tinyllm.rewards.base import Row, Verifier, correct
+from tinyllm.rewards.base import Row, Verifier, correct, prompt_text
 from tinyllm.rewards.text.constraints import REGISTRY, Constraint
 from tinyllm.rewards.text.extract import after_think, cut
 
@@ -55,8 +54,7 @@ class InstructionVerifier(Verifier):
     prompt_fails: ClassVar[bool] = False
     """A prompt may well follow its own constraints ("use no commas")."""
     constraints: str = "constraints"
-    """Column with a list of {"id": ..., "kwargs": {...}}; without it, IFEval's instruction_id_list and kwargs are
-    read."""
+    """Column with a list of {"id": ..., "kwargs": {...}}; without it, IFEval's instruction_id_list and kwargs."""
     think_prefilled: bool = False
 
     def check(self, row: Row) -> None:
@@ -82,7 +80,7 @@ class InstructionVerifier(Verifier):
                 raise DataError(f"constraint {name!r} is unknown; known are {', '.join(sorted(REGISTRY))}")
             constraint = REGISTRY[name]
             values = _arguments(name, constraint, arguments)
-            _agree(name, values, row.get("prompt"))
+            _agree(name, values, prompt_text(row))
             found.append((name, values, constraint.build(**values)))
         if not found:
             raise DataError(f"the row has no constraints in column {self.constraints!r}")
@@ -104,8 +102,7 @@ class InstructionVerifier(Verifier):
 
 
 def _arguments(name: str, constraint: Constraint, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked arguments: null counts as not given; every one the constraint has is needed unless it has a
-    default."""
+    """The checked arguments: null counts as not given, and all without a default are needed."""
     values = {key: value for key, value in given.items() if value is not None}
     for key in values:
         if key not in constraint.arguments:
@@ -144,12 +141,8 @@ def _exclude(name: str, values: Mapping[str, Any], other: str, more: Mapping[str
     return bool(opposite and values[count] >= more[count])
 
 
-def _agree(name: str, values: Mapping[str, Any], prompt: Any) -> None:
+def _agree(name: str, values: Mapping[str, Any], prompt: str) -> None:
     """Raises DataError when the prompt names a number (and relation) of the same thing, and the argument is another."""
-    if isinstance(prompt, list):
-        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-    if not isinstance(prompt, str):
-        return
     for key, value in values.items():
         if key not in COUNTED or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue

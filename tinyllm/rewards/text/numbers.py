@@ -52,8 +52,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """The number that the whole text is, white space around it and one trailing full stop aside; None when it is
-    none."""
+    """The number that the whole text is, without white space around it and one full stop; None for other texts."""
     text = text.strip()
     if _SMALL.fullmatch(text):  # the common case, 10 times faster
         return Number(int(text))
@@ -149,18 +148,17 @@ _DENIED = re.compile(
     rf"|(?:{_PART}|\u221a|(?:[0-9)]|\b[a-z])\s[*-]\s)[\s$]*$",
     re.IGNORECASE,
 )
-"""Before a number: what denies it, or makes it part of something else."""
+"""Words before a number that deny it, or make it part of something else."""
 _WITHDRAWN = re.compile(
     rf"[\s*_$]*(?:\?|{_PART}|\u00b1|\s[*-]\s(?:[0-9(]|[a-z]\b))"
     r"|[^.!?]*\b(?:is|was|be|seems)(?:n't)? (?:wrong|incorrect|false|not (?:right|correct|it|the answer))\b",
     re.IGNORECASE,
 )
-"""After a number: likewise."""
+"""The same after a number."""
 
 
 def taken_back(before: str, after: str) -> bool:
-    """Whether the words around a stated value deny it ("not 72", "72 is wrong"), or make it a part of something else
-    ("x + 6", "more than 6")."""
+    """Whether the words around a value deny it ("not 72") or make it part of something else ("more than 6")."""
     return _DENIED.search(before[-40:]) is not None or _WITHDRAWN.match(after[:100]) is not None
 
 
