@@ -5,8 +5,9 @@ from PIL import Image
 from run_samples import manifest
 from scipy.stats import binomtest
 
+from tinyllm.record.metrics import held_out_score
 from tinyllm.record.rundir import RunDir
-from tinyllm.stats import held_out_score, wilson
+from tinyllm.stats import wilson
 from tinyllm.view.plot import write_report
 
 

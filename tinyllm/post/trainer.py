@@ -29,9 +29,9 @@ from tinyllm.post.optimizer import Optimizer, learning_rate
 from tinyllm.post.source import Source
 from tinyllm.post.update import Updater, UpdateResult
 from tinyllm.record.hashing import hash_json
+from tinyllm.record.metrics import held_out_score, score_kind
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group, Revision
-from tinyllm.stats import held_out_score, score_kind
 
 Evaluate = Callable[[int, Sequence[Group]], dict[str, Any] | None]
 """(step, that step's groups) -> an eval line, or None when there is nothing to evaluate."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.record.files import write_atomic
+from tinyllm.record.metrics import held_out_score, score_kind
 from tinyllm.record.rundir import RunDir
-from tinyllm.stats import held_out_score, score_kind
 
 INK, FAINT, BLUE, ORANGE, GREEN = "#222222", "#9a9a9a", "#2563a8", "#d9822b", "#2e8b57"
 STYLE = {

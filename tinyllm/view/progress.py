@@ -18,8 +18,8 @@ from rich.text import Text
 
 from tinyllm.callbacks import Callback, RunInfo, RunResult
 from tinyllm.config.sections import Config, GRPOConfig
+from tinyllm.record.metrics import held_out_score, score_kind
 from tinyllm.records import Group, Prompt, Rollout
-from tinyllm.stats import held_out_score, score_kind
 
 SPARKS = "▁▂▃▄▅▆▇█"
 LAST_STEPS = 10

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tinyllm.config.io import to_toml
 from tinyllm.errors import RunError
+from tinyllm.record.metrics import score_kind
 from tinyllm.record.rundir import RunDir, find_runs
-from tinyllm.stats import score_kind
 from tinyllm.view.progress import accuracy, duration, sample_line, source_name
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from tinyllm.record.metrics import held_out_score
 from tinyllm.record.rundir import RunDir
-from tinyllm.stats import accuracy, clustered_error, held_out_score
+from tinyllm.stats import accuracy, clustered_error
 from tinyllm.view.html.columns import Rollouts
 
 Chart = dict[str, Any]
