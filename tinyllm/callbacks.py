@@ -54,10 +54,15 @@ class RunResult:
     before: Mapping[str, Any] | None
     """The first and the last line of kind `eval`; None when nothing is held out."""
     after: Mapping[str, Any] | None
-    plot: Path | None
     model_dir: Path
     best_step: int | None = None
     """The step of the best held-out accuracy, where it is kept."""
+
+    @property
+    def plot(self) -> Path | None:
+        """The curves as a picture; None where the run was not drawn."""
+        path = self.run_dir / "report.png"
+        return path if path.exists() else None
 
 
 class Interrupted(TinyLLMError):

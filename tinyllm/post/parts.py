@@ -263,8 +263,6 @@ class Parts(ABC):
         return result
 
     def _finish(self, run: RunDir, trainer: Trainer) -> RunResult:
-        from tinyllm.view.plot import write_report
-
         self.phase("saving the model")
         self._save_model(run, "model")
         if trainer.progress.best_step == trainer.progress.step:  # then model/ is the best, and best/ an older one
@@ -275,7 +273,6 @@ class Parts(ABC):
             run_dir=run.path,
             before=evals[0] if evals else None,
             after=evals[-1] if evals else None,
-            plot=self.ranks.on_main(lambda: write_report(run)),
             model_dir=run.path / "model",
             best_step=trainer.progress.best_step,
         )

@@ -49,7 +49,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Chart:
+class ChartSpec:
     """What metrics are drawn in together."""
 
     title: str
@@ -62,28 +62,28 @@ class Chart:
 
 
 CHARTS = (
-    Chart("Reward of sampled completions", "", "mean and its 95% interval, by group", panel=GRPO),
-    Chart("Held-out score", panel=ALL),
-    Chart("Loss", panel=GIVEN),
-    Chart("Preference accuracy", "share", "share of pairs whose chosen answer is preferred", panel=DPO),
-    Chart("Preference margin"),
-    Chart("Implicit rewards", panel=DPO),
-    Chart("KL per token", "nats", panel=GRPO),
-    Chart("Clip fraction", "share", "share of trained tokens whose ratio is clipped", panel=GRPO, health=True),
-    Chart("Ratio", "", "new over old probability of a token", health=True),
-    Chart("Entropy", "nats", "nats per token", panel=("grpo", "sft", "dpo")),
-    Chart("Completion length", "tokens", "tokens", panel=ALL),
-    Chart("Truncated", "share", "share of completions cut by the token limit", health=True),
-    Chart("Groups without signal", "share", "share of groups whose advantages are all zero", health=True),
-    Chart("Answers not found", "share", "share of judged completions", health=True),
-    Chart("Sampler against trainer", "nats", "difference of their log-probabilities", health=True),
-    Chart("Tokens equal to the bit", "share", "sampler and trainer log-probabilities", health=True),
-    Chart("Gradient norm", "", "before clipping", panel=("sft",), health=True),
-    Chart("Learning rate", panel=("sft",)),
-    Chart("Trained tokens per step", "tokens"),
-    Chart("Reward parts", "", "mean per step, before weighting", health=True),
-    Chart("Logged by the reward"),
-    Chart("Policy lag", "steps", "optimizer steps between the sampling weights and the trained ones", health=True),
+    ChartSpec("Reward of sampled completions", "", "mean and its 95% interval, by group", panel=GRPO),
+    ChartSpec("Held-out score", panel=ALL),
+    ChartSpec("Loss", panel=GIVEN),
+    ChartSpec("Preference accuracy", "share", "share of pairs whose chosen answer is preferred", panel=DPO),
+    ChartSpec("Preference margin"),
+    ChartSpec("Implicit rewards", panel=DPO),
+    ChartSpec("KL per token", "nats", panel=GRPO),
+    ChartSpec("Clip fraction", "share", "share of trained tokens whose ratio is clipped", panel=GRPO, health=True),
+    ChartSpec("Ratio", "", "new over old probability of a token", health=True),
+    ChartSpec("Entropy", "nats", "nats per token", panel=ALL),
+    ChartSpec("Completion length", "tokens", "tokens", panel=ALL),
+    ChartSpec("Truncated", "share", "share of completions cut by the token limit", health=True),
+    ChartSpec("Groups without signal", "share", "share of groups whose advantages are all zero", health=True),
+    ChartSpec("Answers not found", "share", "share of judged completions", health=True),
+    ChartSpec("Sampler against trainer", "nats", "difference of their log-probabilities", health=True),
+    ChartSpec("Tokens equal to the bit", "share", "sampler and trainer log-probabilities", health=True),
+    ChartSpec("Gradient norm", "", "before clipping", panel=("sft",), health=True),
+    ChartSpec("Learning rate", panel=("sft",)),
+    ChartSpec("Trained tokens per step", "tokens"),
+    ChartSpec("Reward parts", "", "mean per step, before weighting", health=True),
+    ChartSpec("Logged by the reward"),
+    ChartSpec("Policy lag", "steps", "optimizer steps between the sampling weights and the trained ones", health=True),
 )
 """In the order of a page. "Held-out score" is drawn under the name of what was scored: see score_kind."""
 
@@ -204,6 +204,14 @@ _EVAL = (
         "Completion length", "held out"),
 )  # fmt: skip
 
+PAGE_HEAD = """# Metrics
+
+`metrics.jsonl` has one line per training step and per evaluation, the same in every identical run. This page is
+generated from the table in `tinyllm/record/metrics.py` (`python -m tinyllm.record.metrics > docs/metrics.md`), which
+also decides how a number is drawn, compared and shown. Shares are in [0, 1], nats are per token, and what was not
+measured is null. The hop says where in a step a number is computed: `tinyllm diff` names the first where two runs part.
+"""
+
 METRICS = _TRAIN + _EVAL
 """Every key of a line of metrics.jsonl. A number that was not measured is null, never NaN."""
 _BY_KEY = {(row.line, row.key): row for row in METRICS}
@@ -223,14 +231,14 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """METRICS as the tables of docs/metrics.md."""
-    lines: list[str] = []
+    """METRICS as docs/metrics.md."""
+    lines = [PAGE_HEAD]
     for line, title in (("train", "Lines of training steps"), ("eval", "Lines of evaluations")):
         lines += [f"## {title}", "", "| key | what it is | unit | of a step | hop | kinds |"]
         lines += ["| --- | --- | --- | --- | --- | --- |"]
-        for m in (m for m in METRICS if m.line == line):
-            kinds = "all" if m.kinds == ALL else ", ".join(m.kinds)
-            lines.append(f"| `{m.key}` | {m.text} | {m.unit} | {m.reduction} | {m.hop} | {kinds} |")
+        for row in (row for row in METRICS if row.line == line):
+            kinds = "all" if row.kinds == ALL else ", ".join(row.kinds)
+            lines.append(f"| `{row.key}` | {row.text} | {row.unit} | {row.reduction} | {row.hop} | {kinds} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -255,3 +263,7 @@ def held_out_score(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
 def score_kind(row: Mapping[str, Any]) -> str:
     """What held_out_score gives of this line: accuracy, reward or loss."""
     return "loss" if "loss" in row else "reward" if row.get("correct") is None else "accuracy"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

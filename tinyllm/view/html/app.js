@@ -164,10 +164,11 @@ function drawCommand(text) {
   return make("div", { className: "command" }, make("code", {}, text), button);
 }
 
-const MARKS = { bad: "✕ problem", warn: "▲ warning", ok: "✓ fine" };
+const MARKS = { stop: "✕ stopped", problem: "✕ problem", warn: "▲ warning", notice: "✓ fine" };
 
-function drawNote({ level, text, filter }) {
-  const note = make("li", { className: level }, make("span", { className: "mark" }, MARKS[level]), make("span", {}, text));
+function drawNote({ level, text, remedy, filter }) {
+  const words = make("span", {}, text, ...(remedy ? [" ", make("em", {}, remedy)] : []));
+  const note = make("li", { className: level }, make("span", { className: "mark" }, MARKS[level]), words);
   const rollouts = page.data.sections.findIndex((section) => section.blocks.some((block) => block.type === "browser"));
   if (filter && rollouts >= 0) {
     const button = make("button", { type: "button" }, "show rollouts");
