@@ -157,7 +157,13 @@ def held_out(history: History) -> Iterator[Finding]:
     scored = [(row, score) for row in history.evals if (score := held_out_score(row))]
     if len(scored) < 2:
         return
-    lower = score_kind(scored[-1][0]) == "loss"
+    kind = score_kind(scored[-1][0])
+    if kind == "reward":
+        was, now = scored[0][1][0], scored[-1][1][0]
+        text = f"The held-out reward went from {was:.2f} to {now:.2f}; its interval is not recorded"
+        yield Finding("notice", "held-out", text, scored[-1][0]["step"])
+        return
+    lower = kind == "loss"
     name, better, digits = ("loss", "fell", 3) if lower else ("score", "rose", 2)
     sign = -1 if lower else 1
     points = [(row["step"], sign * value, *sorted((sign * low, sign * high))) for row, (value, low, high) in scored]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tinyllm.view.curves import Chart, Series
 
 INK, FAINT, BLUE, ORANGE, GREEN = "#222222", "#9a9a9a", "#2563a8", "#d9822b", "#2e8b57"
-COLORS = (BLUE, ORANGE, GREEN)
+COLORS = (BLUE, ORANGE, "#8a4fa3")
 STYLE = {
     "font.size": 10,
     "font.family": "DejaVu Sans",
@@ -128,7 +128,7 @@ def _draw(axis: Any, chart: Chart) -> None:
 
 def _draw_series(axis: Any, series: Series) -> None:
     """Values faint, their mean over 5 neighbours on top; marked where they are few or held out, with their interval."""
-    color = GREEN if series.raw else COLORS[series.role % len(COLORS)]
+    color = GREEN if series.points else COLORS[series.role % len(COLORS)]
     if series.low is not None and series.high is not None:
         axis.fill_between(series.x, series.low, series.high, color=color, alpha=0.15, linewidth=0)
     if series.points or series.raw or len(series.y) < 8:

@@ -55,7 +55,8 @@ def notes(items: Sequence[Finding], run: str) -> Block:
 
 
 def _note(finding: Finding, run: str) -> dict[str, Any]:
-    note: dict[str, Any] = {"level": finding.level, "text": sentence(finding.text), "remedy": sentence(finding.remedy)}
+    note: dict[str, Any] = {"level": finding.level, "step": finding.step}
+    note |= {"text": sentence(finding.text), "remedy": sentence(finding.remedy)}
     if finding.rows is None:
         return note
     shown: dict[str, Any] = {"run": run, "verdict": finding.rows.verdict}
