@@ -113,6 +113,8 @@ def test_a_pool_that_drops_work_is_said_to_once():
     quiet = replace(history(GOOD), read_ledger=lambda: pytest.fail("the ledger is read where nothing was dropped"))
     monitor = Monitor()
     assert not monitor(quiet)
+    few = replace(quiet, train=({"step": 1, "groups_drawn": 1000}, {"step": 2, **UNSCORED}))
+    assert not monitor(few), "nor where next to nothing was"
     dropping = replace(history(GOOD, UNSCORED), read_ledger=lambda: ledger)
     (found,) = monitor(dropping)
     assert (found.level, found.step) == ("problem", 2)

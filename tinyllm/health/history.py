@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tinyllm.config.sections import Config
+from tinyllm.config.sections import Config, GRPOConfig
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group
 
@@ -64,6 +64,13 @@ class History:
     def last_step(self) -> int:
         """The last trained step; 0 before the first."""
         return self.train[-1]["step"] if self.train else 0
+
+    @property
+    def sampled(self) -> int:
+        """Completions that all steps have asked for; 0 where they are given."""
+        if not isinstance(self.config, GRPOConfig):
+            return 0
+        return self.config.sampling.group_size * sum(row.get("groups_drawn") or 0 for row in self.train)
 
     def values(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of every training step that has a number under this key."""

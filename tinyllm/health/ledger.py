@@ -129,9 +129,12 @@ def selected(history: History) -> Iterator[Finding]:
 
 
 def selection_now(history: History) -> Iterator[Finding]:
-    """`selected`, where the last step dropped something: else nothing is new, and the ledger need not be read."""
+    """`selected`, where the last step dropped something and all steps enough for a warning: else the ledger, which
+    grows with the run, need not be read."""
     if history.train and history.train[-1].get("unscored"):
-        yield from selected(history)
+        dropped = sum(row.get("unscored") or 0 for row in history.train)
+        if dropped > DROPPED_SHARE * history.sampled:
+            yield from selected(history)
 
 
 def _values(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
+from tinyllm.config.sections import GRPOConfig
 from tinyllm.errors import RunError
 from tinyllm.health.finding import Finding, Rows, percent
 from tinyllm.health.history import History, Row
@@ -51,7 +52,7 @@ def unscored(history: History) -> Iterator[Finding]:
             yield Finding("notice", "unscored", "Every completion was scored", history.last_step)
         return
     total = sum(count for _, count, _, _ in reasons)
-    sampled = _sampled(history)
+    sampled = history.sampled
     share = f" ({percent(total / sampled)})" if sampled else ""
     reason, count, first, last = reasons[0]
     yield Finding(
@@ -63,13 +64,6 @@ def unscored(history: History) -> Iterator[Finding]:
         "Check the reward on them",
         Rows(first, last, "unscored"),
     )
-
-
-def _sampled(history: History) -> int:
-    """Completions of all steps."""
-    if history.config.kind != "grpo":
-        return 0
-    return history.config.sampling.group_size * sum(row.get("groups_drawn") or 0 for row in history.train)
 
 
 def failed(history: History) -> Iterator[Finding]:
@@ -119,7 +113,7 @@ def signal(history: History) -> Iterator[Finding]:
 def truncation(history: History) -> Iterator[Finding]:
     """The share of completions that the token limit cut."""
     late = history.late_mean("truncated")
-    if late is None or history.config.kind != "grpo":
+    if late is None or not isinstance(history.config, GRPOConfig):
         return
     share, first = late
     limit = history.config.sampling.max_new_tokens
