@@ -172,8 +172,16 @@ _TRAIN = (
 )  # fmt: skip
 
 
-def _held_out(key: str, text: str, unit: str = "", reduction: str = "", *more: Any) -> Metric:
-    return Metric(key, text, "evaluation", unit, reduction, *more, line="eval")
+def _held_out(
+    key: str,
+    text: str,
+    unit: str = "",
+    reduction: str = "",
+    kinds: tuple[Kind, ...] = ALL,
+    chart: str = "",
+    label: str = "",
+) -> Metric:
+    return Metric(key, text, "evaluation", unit, reduction, kinds, chart, label, line="eval")
 
 
 _EVAL = (
@@ -214,7 +222,7 @@ measured is null. The hop says where in a step a number is computed: `tinyllm di
 
 METRICS = _TRAIN + _EVAL
 """Every key of a line of metrics.jsonl. A number that was not measured is null, never NaN."""
-_BY_KEY = {(row.line, row.key): row for row in METRICS}
+_BY_KEY: dict[tuple[str, str], Metric] = {(row.line, row.key): row for row in METRICS}
 
 
 def metric(key: str, line: str = "train") -> Metric | None:
