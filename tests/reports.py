@@ -12,7 +12,7 @@ from browser import chromium
 from run_samples import RunDir, manifest
 
 from tinyllm.config.io import to_dict
-from tinyllm.config.sections import CONFIGS, GRPOConfig, ModelConfig
+from tinyllm.config.sections import CONFIGS, GRPOConfig, ModelConfig, SamplingConfig
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Step, Verdict
 from tinyllm.view.html import write_html
 
@@ -57,7 +57,9 @@ def make_run(
     path: Path, *, shift: float = 0.0, model: str = "nowhere", kind: str = "grpo", steps: int = STEPS
 ) -> RunDir:
     """A finished run of a few prompts, with all that training would write."""
-    about = manifest(GRPOConfig(model=ModelConfig(name=model))) | {"kind": kind}
+    about = manifest(GRPOConfig(model=ModelConfig(name=model), sampling=SamplingConfig(group_size=SIZE))) | {
+        "kind": kind
+    }
     with RunDir.create(path, about) as run:
         run.log({"step": 0, "kind": "eval", "correct": 23, "prompts": 162, "kl": 0.0, "reward_mean": 0.14})
         for step in range(1, steps + 1):
@@ -76,7 +78,7 @@ def make_run(
                 "step": step, "loss": 0.1 / step, "reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards)),
                 "reward_parts": {"correct": 1.0, "format": 0.5}, "accuracy": 0.25, "kl": None, "clip_fraction_high": 0.1,
                 "clip_fraction_low": 0.05, "ratio_max": 1.5 if step != 7 else 42.0, "ratio_mean": 1.0, "entropy": 1.5,
-                "completion_length": 4.0, "truncated": 0.25, "zero_advantage": 0.25 if step < 8 else 0.95,
+                "completion_length": 4.0, "groups_drawn": PROMPTS, "truncated": 0.25, "zero_advantage": 0.25 if step < 8 else 0.95,
                 "unscored": int(step == 3), "unscored_reasons": {"timed out": 1} if step == 3 else {},
                 "grad_norm": 0.5, "lr": 1e-5, "tokens": 45, "sampler_equal": 0.8, "sampler_gap": 0.05, "sampler_gap_max": 0.4,
                 "non_finite": None, "surprise": step**2, "hashes": {"weights": "00"}, "revision": f"{step}:ab",

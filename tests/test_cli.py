@@ -132,7 +132,7 @@ class Trainer(types.ModuleType):
     def train(self, config: GRPOConfig, *, callbacks: list[Callback]) -> RunResult:
         self.config, self.callbacks = config, callbacks
         path = self.path
-        result = RunResult(path, evaluation(0, 23), evaluation(2, 138), path / "report.png", path / "model")
+        result = RunResult(path, evaluation(0, 23), evaluation(2, 138), path / "model")
         for callback in callbacks:
             play(callback, self.path, config)
             if self.failure is not None:
@@ -167,6 +167,13 @@ def play(callback: Callback, path, config: GRPOConfig, steps: int = 2) -> None:
 def trainer(tmp_path, monkeypatch):
     fake = Trainer(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "tinyllm.post.run", fake)
+
+    def draw(self: Callback, result: RunResult | None) -> None:
+        if result is not None:
+            result.run_dir.mkdir(exist_ok=True)
+            (result.run_dir / "report.png").touch()
+
+    monkeypatch.setattr("tinyllm.view.plot.PlotAtEnd.on_end", draw)
     return fake
 
 

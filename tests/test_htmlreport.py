@@ -18,11 +18,13 @@ from run_samples import RunDir, manifest
 
 from tinyllm.commands.cli import main
 from tinyllm.errors import ConfigError
-from tinyllm.health.findings import findings, unscored_reasons
+from tinyllm.health.checks import check
+from tinyllm.health.history import History
+from tinyllm.health.rewards import unscored_reasons
+from tinyllm.view.curves import charts, clustered_interval, reward_intervals
 from tinyllm.view.html import Section, write_html
 from tinyllm.view.html.columns import read_rollouts
 from tinyllm.view.html.compare import paired
-from tinyllm.view.html.curves import charts, clustered_interval, reward_intervals
 from tinyllm.view.html.page import _plotly
 from tinyllm.view.html.sections import table
 
@@ -80,15 +82,15 @@ def test_rewards_are_paired_by_prompt(run, tmp_path):
 
 
 def test_findings_are_plain_words_with_numbers(run):
-    found = findings(run, read_rollouts(run))
-    text = "\n".join(f"{f['level']}: {f['text']}" for f in found)
-    assert "bad: 95% of the groups from step 9 on had nothing to learn from (zero advantage)" in text
+    found = check(History.of(run))
+    text = "\n".join(f"{f.level}: {f.text}" for f in found)
+    assert "problem: 95% of the groups from step 9 on had nothing to learn from (zero advantage)" in text
     assert "warn: A token became 42 times as likely within step 7" in text
     assert "warn: 25% of the completions from step 9 on were cut at" in text
     assert "warn: Sampler and trainer differ by 0.05 nats per token" in text
     assert "1 completions (0.52%) could not be scored" in text and "'timed out'" in text
-    assert "ok: The held-out score rose from 0.14 to 0.80" in text
-    assert unscored_reasons(run.metrics("train")) == [["timed out", 1, 3, 3]]
+    assert "notice: The held-out score rose from 0.14 to 0.80" in text
+    assert unscored_reasons(run.metrics("train")) == [("timed out", 1, 3, 3)]
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
@@ -103,7 +105,7 @@ def test_runs_of_other_kinds(tmp_path, kind):
             )
         run.log({"step": 3, "kind": "eval", "loss": 1.0, "loss_low": None, "loss_high": None})
     run = RunDir.read(tmp_path / kind)
-    titles = {chart["title"] for chart in charts([run], [read_rollouts(run)])}
+    titles = {chart.title for chart in charts([run], [read_rollouts(run)])}
     assert {"Loss", "Gradient norm"} <= titles and ("Preference margin" in titles) == (kind == "dpo")
     assert write_html(tmp_path / "report.html", [run]).stat().st_size > 1_000_000
 
@@ -113,8 +115,8 @@ def test_only_what_is_sampled_can_be_too_sure(tmp_path, kind, said):
     with RunDir.create(tmp_path / kind, manifest_of(kind)) as run:
         for step in range(1, 9):
             run.log({"step": step, "entropy": 2.0 / 10**step, **({"reward_mean": 0.5} if kind == "grpo" else {})})
-    found = findings(RunDir.read(tmp_path / kind), None)
-    assert any("Entropy fell" in finding["text"] for finding in found) is said
+    found = check(History.of(RunDir.read(tmp_path / kind)))
+    assert any("Entropy fell" in finding.text for finding in found) is said
 
 
 def test_a_pool_that_drops_long_work_is_said_to(tmp_path):
@@ -129,11 +131,11 @@ def test_a_pool_that_drops_long_work_is_said_to(tmp_path):
         lost = {"dropped": 4, "reasons": {"timed out": 4}, "tokens_mean": 40.0, "reward_mean": None}
         run.log_ledger([*lines, dull | {"step": 2, "group": "9#0", "prompt": "9"} | lost])
     run = RunDir.read(tmp_path / "run")
-    (said,) = [f for f in findings(run, None) if "dropped" in f["text"]]
-    assert said["level"] == "bad" and said["text"].startswith(
+    (said,) = [f for f in check(History.of(run)) if "dropped" in f.text]
+    assert said.level == "problem" and said.text.startswith(
         "14.3% of the completions were dropped; most often because: timed out"
     )
-    assert "dropped groups were longer than those trained on (40 against 4 tokens)" in said["text"]
+    assert "dropped groups were longer than those trained on (40 against 4 tokens)" in said.text
     page = blocks(write_html(tmp_path / "report.html", [run]).read_text()).values()
     assert any("what was asked of the pool, and what became of it" in block for block in page)
     assert any("leans towards short completions" in block for block in page)

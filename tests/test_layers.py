@@ -23,10 +23,11 @@ LAYERS = """
     engine.remote model.refs distributed
     rewards
     tasks
+    health
     post
     pool
     post.run post.parts post.examples post.replay
-    view health
+    view
     evals
     serve plan
     capstone

@@ -21,7 +21,8 @@ from tiny import metrics, rollouts, weights
 from tinyllm.callbacks import Callback
 from tinyllm.config.io import to_toml
 from tinyllm.errors import ConfigError
-from tinyllm.health.findings import findings
+from tinyllm.health.checks import check
+from tinyllm.health.history import History
 from tinyllm.health.ledger import selection
 from tinyllm.pool import source as pooled
 from tinyllm.pool.ray_workers import RayCluster
@@ -387,5 +388,5 @@ def test_the_ledger_tells_of_long_work_that_was_dropped(train, pools, caplog):
     longest = [q for q in found.quartiles if q.axis == "length"][-1]
     assert longest.dropped > 0
     assert "training leans towards short completions" in caplog.text
-    assert any(f["level"] == "bad" and "towards short completions" in f["text"] for f in findings(run, None))
+    assert any(f.level == "problem" and "towards short completions" in f.text for f in check(History.of(run)))
     assert json.loads((result.run_dir / "ledger.jsonl").read_text().splitlines()[0])["engine"] == "engine 1"

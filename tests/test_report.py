@@ -6,7 +6,7 @@ from run_samples import manifest
 from scipy.stats import binomtest
 
 from tinyllm.record.rundir import RunDir
-from tinyllm.stats import held_out_score, wilson
+from tinyllm.stats import wilson
 from tinyllm.view.plot import write_report
 
 
@@ -59,13 +59,6 @@ def test_report_of_a_run_at_any_point(tmp_path, steps):
     assert (steps == 0) or any(color == (37, 99, 168) for _, color in colors), "the curves are drawn"
     first = path.read_bytes()
     assert write_report(RunDir.read(tmp_path / "run")).read_bytes() == first, "the same metrics give the same picture"
-
-
-def test_score_of_an_evaluation():
-    accuracy, low, high = held_out_score({"correct": 138, "prompts": 162, "reward_mean": 0.7})
-    assert (round(accuracy, 3), round(low, 3), round(high, 3)) == (0.852, 0.789, 0.898)
-    assert held_out_score({"correct": None, "prompts": 9, "reward_mean": -0.5}) == (-0.5, -0.5, -0.5)
-    assert held_out_score({"correct": None, "prompts": 0, "reward_mean": None}) is None
 
 
 def test_report_of_a_reward_without_a_notion_of_correct(tmp_path):

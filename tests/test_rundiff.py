@@ -89,7 +89,12 @@ def test_a_logprob_off_by_one_bit_is_located(tmp_path):
         ({"loss": 0.1 + 2e-17, "gradient": "x"}, "loss", "loss"),
         ({"gradient": "x", "weights": "y"}, "gradient", "hashes.gradient"),
         ({"weights": "y"}, "update", "hashes.weights"),
-        ({"lr": 2e-5}, "metrics", "lr"),
+        ({"lr": 2e-5, "weights": "y"}, "update", "hashes.weights"),
+        ({"lr": 2e-5, "grad_norm": 1.0}, "gradient", "grad_norm"),
+        ({"lr": 2e-5}, "update", "lr"),
+        ({"reward_parts": {"correct": 1.0}, "verdicts": "x"}, "verify", "hashes.verdicts"),
+        ({"reward_parts": {"correct": 1.0}, "loss": 0.2}, "verify", "reward_parts.correct"),
+        ({"a key of another version": 1}, "metrics", "a key of another version"),
     ],
 )
 def test_the_first_hop_that_differs_is_named(tmp_path, metrics, hop, what):

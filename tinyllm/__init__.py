@@ -34,13 +34,13 @@ def grpo(
     """
     from tinyllm.config.io import make_config
     from tinyllm.post import run
-    from tinyllm.view.progress import show_progress
+    from tinyllm.view.callbacks import run_callbacks
 
     if isinstance(reward, str):
         options["reward"] = reward
         reward = None
     resolved = make_config(config, **options)
-    return run.train(resolved, reward=reward, callbacks=[show_progress()] if callbacks is None else callbacks)
+    return run.train(resolved, reward=reward, callbacks=run_callbacks(callbacks))
 
 
 def sft(config: SFTConfig | None = None, *, callbacks: Sequence[Callback] | None = None, **options: Any) -> RunResult:
@@ -60,9 +60,9 @@ def dpo(config: DPOConfig | None = None, *, callbacks: Sequence[Callback] | None
 def _on_examples(config: Any, callbacks: Sequence[Callback] | None, options: dict[str, Any]) -> RunResult:
     from tinyllm.config.io import make_config
     from tinyllm.post import run
-    from tinyllm.view.progress import show_progress
+    from tinyllm.view.callbacks import run_callbacks
 
-    return run.train(make_config(config, **options), callbacks=[show_progress()] if callbacks is None else callbacks)
+    return run.train(make_config(config, **options), callbacks=run_callbacks(callbacks))
 
 
 def resume(
@@ -79,10 +79,9 @@ def resume(
     Raises the errors of tinyllm.errors.
     """
     from tinyllm.post import run
-    from tinyllm.view.progress import show_progress
+    from tinyllm.view.callbacks import run_callbacks
 
-    callbacks = [show_progress()] if callbacks is None else callbacks
-    return run.resume(run_dir, reward=reward, engine=engine, callbacks=callbacks)
+    return run.resume(run_dir, reward=reward, engine=engine, callbacks=run_callbacks(callbacks))
 
 
 def evaluate(

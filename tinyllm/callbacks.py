@@ -3,19 +3,8 @@
 A callback sees records and numbers that are written already; nothing it does can change a run. An exception it raises
 stops the run like any other.
 
-Keys of a `train` line (metrics.jsonl and on_step): step, revision, loss, reward_mean, reward_std, accuracy, kl,
-clip_fraction_low, clip_fraction_high, ratio_mean, ratio_max, entropy, completion_length, truncated, zero_advantage,
-unscored (a count), unreadable (share of answers that were not found), reward_logged (numbers of log_metric),
-grad_norm, lr, tokens (trained), sampler_equal (share of trained tokens whose sampler and trainer log-probabilities are
-the same to the bit), sampler_gap, sampler_gap_max and sampler_kl (how far they are apart, in nats: mean, largest, KL),
-lag_mean and lag_max (optimizer steps between the weights that drew a token and those that were trained on it), and
-hashes. Shares are in [0, 1]; what was not measured is None.
-A run on several ranks (torchrun) adds ranks, their number, to its `train` lines.
-Keys of an `eval` line (on_eval): kind = "eval", step, correct, prompts (counts), completion_length, and kl with kl_low
-and kl_high (to the start policy, per token, 95% by group).
-SFT and DPO have no rewards: their `train` lines lack what comes of them, DPO's add preference_accuracy (share of pairs
-whose chosen completion gained more), margin, chosen_reward and rejected_reward, and their `eval` lines have loss with
-loss_low and loss_high (95%) instead of correct.
+The keys of a `train` line (metrics.jsonl and on_step) and of an `eval` line (on_eval) are those of METRICS in
+record/metrics.py: docs/metrics.md. What was not measured is None.
 Keys of a timing line: step, step_s, sample_s, verify_s, record_s, update_s, publish_s, sampled_tokens,
 peak_memory_bytes, and what the trainer adds. With a pool, wait_s (the trainer's, for groups) stands for sample_s and
 verify_s, and trainer_idle, engine_idle (servers_idle) and verifier_idle are shares of the time since the step before.
@@ -54,10 +43,15 @@ class RunResult:
     before: Mapping[str, Any] | None
     """The first and the last line of kind `eval`; None when nothing is held out."""
     after: Mapping[str, Any] | None
-    plot: Path | None
     model_dir: Path
     best_step: int | None = None
     """The step of the best held-out accuracy, where it is kept."""
+
+    @property
+    def plot(self) -> Path | None:
+        """The curves as a picture; None where the run was not drawn."""
+        path = self.run_dir / "report.png"
+        return path if path.exists() else None
 
 
 class Interrupted(TinyLLMError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
 from statistics import NormalDist
@@ -312,25 +312,6 @@ def _power_factor(level: float, power: float) -> float:
 
 
 # Shared
-
-
-def held_out_score(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """(score, low, high) of an `eval` line: accuracy, or loss, with its 95% interval; None when nothing was scored.
-
-    Without a notion of correct it is the mean reward, whose interval the line cannot tell: low = high = score.
-    """
-    if not row["prompts"]:
-        return None
-    if "loss" in row:
-        return row["loss"], row["loss_low"], row["loss_high"]
-    if row.get("correct") is None:
-        return row["reward_mean"], row["reward_mean"], row["reward_mean"]
-    return row["correct"] / row["prompts"], *wilson(row["correct"], row["prompts"])
-
-
-def score_kind(row: Mapping[str, Any]) -> str:
-    """What held_out_score gives of this line: accuracy, reward or loss."""
-    return "loss" if "loss" in row else "reward" if row.get("correct") is None else "accuracy"
 
 
 def _checked(scores: Matrix, clusters: Sequence[Hashable] | None) -> tuple[np.ndarray, np.ndarray]:

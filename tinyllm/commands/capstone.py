@@ -11,7 +11,8 @@ from tinyllm.capstone.stages import CapstonePlan, run_stages, stages
 from tinyllm.errors import RunError
 from tinyllm.record.files import read_json, write_errors, write_json
 from tinyllm.record.rundir import new_run_path
-from tinyllm.view.progress import ReplayProgress, show_progress
+from tinyllm.view.callbacks import run_callbacks
+from tinyllm.view.progress import ReplayProgress
 
 
 def capstone(plan: CapstonePlan, out: str | Path | None = None) -> Path:
@@ -34,7 +35,7 @@ def capstone(plan: CapstonePlan, out: str | Path | None = None) -> Path:
     rows = write_rows(path / "rows", plan.seed, plan.examples, plan.prompts, plan.shifted)  # the same each time
     print(f"capstone of {plan.model}, seed {plan.seed}, in {path}", flush=True)
     made = stages(plan, rows, path)
-    run_stages(made, lambda: [show_progress()], lambda line: print(f"\n{line}", flush=True))
+    run_stages(made, run_callbacks, lambda line: print(f"\n{line}", flush=True))
     print("\nevaluation of every stage", flush=True)
     display = ReplayProgress()
     try:

@@ -133,11 +133,13 @@ def _train(kind: str, words: Sequence[str]) -> int:
         config = overlay(config, given)
 
     from tinyllm.callbacks import Callback
+    from tinyllm.view.callbacks import run_callbacks
     from tinyllm.view.progress import show_progress
-    from tinyllm.view.trackers import make_trackers
 
-    callbacks = [show_progress(), *make_trackers(config.run.trackers)] if current_ranks().is_main else [Callback()]
-    callbacks[0].on_phase("starting")  # importing torch and transformers takes seconds
+    watched = current_ranks().is_main
+    display = show_progress() if watched else Callback()
+    callbacks = run_callbacks([display], config.run.trackers) if watched else []
+    display.on_phase("starting")  # importing torch and transformers takes seconds
     from tinyllm.post.run import resume, train
 
     try:
@@ -146,7 +148,7 @@ def _train(kind: str, words: Sequence[str]) -> int:
         else:
             train(config, callbacks=callbacks)
     finally:
-        callbacks[0].on_end(None)  # gives the terminal back, whatever happened
+        display.on_end(None)  # gives the terminal back, whatever happened
     return 0
 
 

@@ -31,12 +31,11 @@ from tinyllm.evals.summary import summary
 from tinyllm.evals.training import suite_overlap
 from tinyllm.model import models
 from tinyllm.model.refs import ModelRef, find_subject, load_policy
-from tinyllm.post.grpo import collect_groups, group_rollouts, judge_completions
+from tinyllm.post.grpo import Verify, collect_groups, group_rollouts, judge_completions
 from tinyllm.record.files import new_folder, write_atomic, write_errors, write_json
 from tinyllm.record.rollouts import write_table
 from tinyllm.record.rundir import new_run_path
 from tinyllm.records import Group, Logged, Prompt, SamplingParams, Step
-from tinyllm.seams import Judge
 
 _BATCHES = 4
 """Batches of completions between two signs of life."""
@@ -246,7 +245,7 @@ class _Evaluation:
         return weights, judged
 
     def _judge(
-        self, what: str, client: Any, prompts: Sequence[Prompt], params: SamplingParams, verify: Judge
+        self, what: str, client: Any, prompts: Sequence[Prompt], params: SamplingParams, judge: Verify
     ) -> list[Group]:
         """Part by part, so that there are signs of life, and a reward out of bounds shows early."""
         size = max(1, _BATCHES * self.config.machine.max_batch // params.n)
@@ -255,7 +254,7 @@ class _Evaluation:
             self.on_phase(f"{what}: {first} of {len(prompts)} prompts")
             part = prompts[first : first + size]
             collect = _served_groups if isinstance(client, ChatServer) else collect_groups
-            groups += collect(client, part, params, lambda p, c: list(verify(p, c).verdicts))
+            groups += collect(client, part, params, judge)
             for group in groups[first:]:
                 for rollout in group.rollouts:
                     measure.score(rollout.verdict)
@@ -272,7 +271,7 @@ def _load_engine(subject: ModelRef, machine: MachineConfig, tokenizer: Any, room
     return engine
 
 
-def _served_groups(server: ChatServer, prompts: Sequence[Prompt], params: SamplingParams, judge: Judge) -> list[Group]:
+def _served_groups(server: ChatServer, prompts: Sequence[Prompt], params: SamplingParams, judge: Verify) -> list[Group]:
     """As collect_groups, for completions that are text without token ids."""
     completions = server.sample(prompts, params)
     return group_rollouts(prompts, completions, judge_completions(judge, prompts, completions).verdicts)

@@ -7,10 +7,12 @@ writes one line per group to ledger.jsonl, and `selection` says who was lost: by
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tinyllm.health.finding import Finding, Level
+from tinyllm.health.history import History
 from tinyllm.records import Group
 
 _AXES = {
@@ -109,6 +111,30 @@ def selection(lines: Sequence[Mapping[str, Any]], last_step: int) -> Selection:
     return Selection(
         requested, requested - failed, requested - dropped, dropped, ahead, tuple(quartiles), tuple(warnings), reasons
     )
+
+
+def selected(history: History) -> Iterator[Finding]:
+    """Who was asked for and who was trained on, where the run had a pool."""
+    if not history.ledger or not history.train:
+        return
+    found = selection(history.ledger, history.last_step)
+    if found.warnings:
+        text = "; ".join(found.warnings)
+        remedy = "Look up the reasons in ledger.jsonl; where work was ended as too slow, raise pool.group_deadline_s"
+        level: Level = "problem" if len(found.warnings) > 1 else "warn"
+        yield Finding(level, "selection", text, history.last_step, remedy)
+    else:
+        text = f"{found.trained:,} of {found.requested:,} completions asked of the pool were trained on"
+        yield Finding("notice", "selection", text, history.last_step)
+
+
+def selection_now(history: History) -> Iterator[Finding]:
+    """`selected`, where the last step dropped something and all steps enough for a warning: else the ledger, which
+    grows with the run, need not be read."""
+    if history.train and history.train[-1].get("unscored"):
+        dropped = sum(row.get("unscored") or 0 for row in history.train)
+        if dropped > DROPPED_SHARE * history.sampled:
+            yield from selected(history)
 
 
 def _values(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:

@@ -14,9 +14,9 @@ from tinyllm.engine.policy import Policy
 from tinyllm.errors import ModelError, RunError
 from tinyllm.model import models
 from tinyllm.model.memory import MemoryEstimate, available_memory, gib, keep_freed_memory, memory_estimate
+from tinyllm.record.metrics import held_out_score, score_kind
 from tinyllm.record.rundir import MANIFEST, RunDir
 from tinyllm.records import Revision
-from tinyllm.stats import held_out_score, score_kind
 
 
 @dataclass(frozen=True)

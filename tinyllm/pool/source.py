@@ -8,7 +8,6 @@ away. With max_lag 0 a step is let in when the one before is trained: the run wi
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from tinyllm.config.sections import GRPOConfig, RewardConfig
 from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.remote.served import ServedEngine
 from tinyllm.errors import ConfigError
-from tinyllm.health.ledger import DROPPED_SHARE, ledger_line, selection
+from tinyllm.health.ledger import ledger_line
 from tinyllm.pool.driver import Driver
 from tinyllm.pool.engine_worker import EngineSpec, EngineWorker, to_arrays, trained_parameters
 from tinyllm.pool.judging import JudgeWorker, build_judge_worker, unjudged
@@ -34,8 +33,6 @@ from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group, Prompt, Revision, SamplingParams, Step
 from tinyllm.seams import Judge
 from tinyllm.tasks import TaskData
-
-log = logging.getLogger("tinyllm")
 
 _LOOK_S = 0.5
 """How often the display is told what the workers do."""
@@ -177,8 +174,6 @@ class PoolSource:
         self._admitted = first_step - 1
         self._steps: dict[int, _StepInFlight] = {}
         self._lines: list[dict[str, Any]] = []
-        self._ledger = run.ledger()
-        self._warned = False
         self._busy, self._clock = pool.driver.busy_seconds(), time.monotonic()
         self._let_in(revision)
 
@@ -245,7 +240,7 @@ class PoolSource:
             del self._steps[number]
             lines, self._lines = self._lines, []
         seconds = self._account(time.monotonic() - begin)
-        self._keep(number, lines)
+        self.run.log_ledger(lines)
         groups = tuple(step.groups)
         if self.rules.dynamic_sampling:
             require_signal(number, groups, self.rules, self.train)
@@ -270,17 +265,6 @@ class PoolSource:
             account[f"{name}_idle"] = min(1.0, max(0.0, 1.0 - share))
         self._busy, self._clock = busy, now
         return account
-
-    def _keep(self, number: int, lines: Sequence[dict[str, Any]]) -> None:
-        """Writes the ledger, and warns once when what was dropped is worth it."""
-        self.run.log_ledger(lines)
-        self._ledger += lines
-        if self._warned or not any(line["dropped"] for line in lines):
-            return
-        found = selection(self._ledger, number)
-        if found.dropped > DROPPED_SHARE * found.requested:
-            self._warned = True
-            log.warning("step %d: %s", number, "; ".join(found.warnings))
 
     def _require_lag(self, number: int, groups: Sequence[Group]) -> None:
         for group in groups:

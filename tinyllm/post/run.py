@@ -17,6 +17,7 @@ from tinyllm.config.sections import Config
 from tinyllm.distributed.ranks import Ranks, current_ranks
 from tinyllm.distributed.shared_run import shared_run
 from tinyllm.errors import RunError, TrainingStopped
+from tinyllm.health.history import History
 from tinyllm.model import models
 from tinyllm.post.build import Run, build_run, require_same_start
 from tinyllm.post.trainer import Evaluate, Progress, Trainer
@@ -91,6 +92,7 @@ def _train(run: Run, folder: RunDir, progress: Progress, recorded: Sequence[int]
             weights_hash=learner.weights_hash,
             reference_hash=learner.reference_hash,
             revision=revision,
+            history=History.of(folder, progress.step),
             evaluate=_agreed(run.ranks, run.evaluate),
             keep_best=lambda step: _save_model(run, folder, "best"),
             callbacks=run.callbacks,
@@ -121,8 +123,6 @@ def _train(run: Run, folder: RunDir, progress: Progress, recorded: Sequence[int]
 
 
 def _finish(run: Run, folder: RunDir, trainer: Trainer) -> RunResult:
-    from tinyllm.view.plot import write_report
-
     run.phase("saving the model")
     _save_model(run, folder, "model")
     if trainer.progress.best_step == trainer.progress.step:  # then model/ is the best, and best/ an older one
@@ -133,7 +133,6 @@ def _finish(run: Run, folder: RunDir, trainer: Trainer) -> RunResult:
         run_dir=folder.path,
         before=evals[0] if evals else None,
         after=evals[-1] if evals else None,
-        plot=run.ranks.on_main(lambda: write_report(folder)),
         model_dir=folder.path / "model",
         best_step=trainer.progress.best_step,
     )

@@ -12,6 +12,7 @@ Everything with a user's eye on it (evaluation, display, trackers) is handed in.
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
@@ -23,16 +24,20 @@ from tinyllm.callbacks import Callback, Interrupted
 from tinyllm.config.sections import Config
 from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.errors import TinyLLMError, TrainingStopped
+from tinyllm.health.checks import Monitor
+from tinyllm.health.history import History
 from tinyllm.post.batch import Batch
 from tinyllm.post.objectives import Objective, mean
 from tinyllm.post.optimizer import Optimizer, learning_rate
 from tinyllm.post.source import Timing
 from tinyllm.post.update import Updater, UpdateResult
 from tinyllm.record.hashing import hash_json
+from tinyllm.record.metrics import held_out_score, score_kind
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group, Revision, Step
 from tinyllm.seams import Source
-from tinyllm.stats import held_out_score, score_kind
+
+log = logging.getLogger("tinyllm")
 
 Evaluate = Callable[[int, Sequence[Group]], dict[str, Any] | None]
 """(step, that step's groups) -> an eval line, or None when there is nothing to evaluate."""
@@ -45,10 +50,6 @@ class Progress:
     step: int = 0
     position: int = 0
     """Prompts of the order that were trained on."""
-    non_finite: int = 0
-    """Steps in a row whose loss or gradient was not finite."""
-    unscored: int = 0
-    """Steps in a row of which no completion was scored."""
     best: float | None = None
     best_step: int | None = None
     evals_without_best: int = 0
@@ -66,12 +67,15 @@ class Trainer:
     reference_hash: str
     revision: Revision
     """Of the weights as they are."""
+    history: History
+    """What was logged so far; the checks of health/ look at it after every step."""
     evaluate: Evaluate
     keep_best: Callable[[int], None]
     callbacks: Sequence[Callback] = ()
     progress: Progress = field(default_factory=Progress)
     stop_requested: Callable[[], bool] = lambda: False
     ranks: Ranks = SOLO
+    monitor: Monitor = field(default_factory=Monitor)
 
     def loop(self, source: Source) -> None:
         """Trains until the source ends. Raises Interrupted or TrainingStopped with everything saved."""
@@ -89,7 +93,7 @@ class Trainer:
                 self.revision = Revision(step.number, self.weights_hash())
                 source.publish(self.revision)
             self._log(step, batch, update, lr, timing)
-            self._check(step, update)
+            self._check()
             if self._finish(step):
                 return
             timing = Timing(self._on_phase)
@@ -102,6 +106,7 @@ class Trainer:
             metrics["ranks"] = self.ranks.count
         self.run.write_derived(step.number, *derived_columns(batch, update))
         self.run.log(metrics)
+        self.history = self.history.with_step(metrics, step.groups)
         times = {
             "step": step.number,
             **step.seconds,
@@ -149,25 +154,13 @@ class Trainer:
         """The line of step 0, before any training."""
         self._log_eval(0, ())
 
-    def _check(self, step: Step, update: UpdateResult) -> None:
-        progress, bound = self.progress, self.config.train.max_bad_steps
-        progress.non_finite = progress.non_finite + 1 if update.non_finite else 0
-        if progress.non_finite >= bound:
-            self.save()
-            raise TrainingStopped(
-                f"{progress.non_finite} steps in a row had a non-finite loss or gradient, last in "
-                f"{update.non_finite}; the weights are those before them. "
-                f"Lower optimizer.lr or check what was trained on, in {self.run.path}"
-            )
-        verdicts = [r.verdict for g in step.groups for r in g.rollouts]
-        progress.unscored = 0 if any(v.value is not None for v in verdicts) else progress.unscored + 1
-        if progress.unscored >= bound:
-            self.save()
-            raise TrainingStopped(
-                f"no completion of {progress.unscored} steps in a row was scored, the last because: "
-                f"{verdicts[-1].reason if verdicts else 'there is none'}. Check the reward; what was sampled "
-                f"is in {self.run.path}"
-            )
+    def _check(self) -> None:
+        """Warns of what the checks of health/ find. Raises TrainingStopped where going on is of no use."""
+        for finding in self.monitor(self.history):
+            if finding.level == "stop":
+                self.save()
+                raise TrainingStopped(str(finding))
+            log.warning("step %d: %s", finding.step, finding)
 
     def _evaluate(self, step: Step) -> bool:
         """Evaluates when it is time; True when early stopping says so."""
@@ -197,6 +190,7 @@ class Trainer:
         if row is None:
             return None
         self.run.log(row)
+        self.history = self.history.with_eval(row)
         for callback in self.callbacks:
             callback.on_eval(row)
         score = held_out_score(row)

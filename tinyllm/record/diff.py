@@ -11,18 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.record.manifest import compare_manifests
+from tinyllm.record.metrics import HOPS, METRICS, flat, metric
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group, Rollout
 
-HOPS = (
-    ("verify", ("hashes.verdicts", "reward_mean", "reward_std", "reward_parts", "accuracy")),
-    ("advantage", ("hashes.advantages",)),
-    ("log-probability", ("hashes.logprobs",)),
-    ("loss", ("loss",)),
-    ("gradient", ("hashes.gradient", "grad_norm")),
-    ("update", ("hashes.weights",)),
-)
-"""The hops of a step after sampling, in order, with the metrics that tell of each."""
 NO_CONDITION = ("config.run.dir", "config.run.trackers", "config.run.samples_shown", "config.run.keep_checkpoints")
 """Options that cannot change what is compared."""
 
@@ -111,12 +103,8 @@ def _differences(first: RunDir, second: RunDir, tables: tuple[_Table, _Table]) -
 
 
 def _by_step(run: RunDir) -> _Table:
-    """The lines of metrics by kind and step, with the hashes among the other keys."""
-    table = {}
-    for row in run.metrics():
-        hashes = {f"hashes.{name}": value for name, value in row.pop("hashes", {}).items()}
-        table[row.get("kind", "train"), row["step"]] = row | hashes
-    return table
+    """The lines of metrics by kind and step, their keys as METRICS names them."""
+    return {(row.get("kind", "train"), row["step"]): flat(row) for row in run.metrics()}
 
 
 def _compare_rollouts(step: int, first: RunDir, second: RunDir) -> Iterator[Difference]:
@@ -149,12 +137,22 @@ def _compare_rollout(step: int, place: str, one: Rollout, other: Rollout) -> Ite
 
 
 def _compare_metrics(step: int, kind: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    placed = {key: hop for hop, keys in HOPS for key in keys}
-    order = [*placed, *sorted({*a, *b} - set(placed))]
-    for key in order:
+    for key in sorted({*a, *b}, key=lambda key: _order(key, kind)):
         if json.dumps(a.get(key)) != json.dumps(b.get(key)):
-            hop = placed.get(key, "metrics") if kind == "train" else "evaluation"
-            yield Difference(step, hop, key, a.get(key), b.get(key))
+            yield Difference(step, _hop(key, kind), key, a.get(key), b.get(key))
+
+
+def _hop(key: str, kind: str) -> str:
+    """The hop that computes a key; of a key that METRICS lacks, the last of its line."""
+    row = metric(key, kind)
+    return row.hop if row is not None else "metrics" if kind == "train" else "evaluation"
+
+
+def _order(key: str, kind: str) -> tuple[int, bool, int, str]:
+    """Hop by hop; in each the hash first, which tells of every bit, then as METRICS has them."""
+    row = metric(key, kind)
+    place = METRICS.index(row) if row is not None else len(METRICS)
+    return HOPS.index(_hop(key, kind)), not key.startswith("hashes."), place, key
 
 
 def _rows(run: RunDir, step: int) -> list[tuple[Group, Rollout]]:

@@ -1,17 +1,22 @@
-"""report.png: the six curves that tell how a run went, from metrics.jsonl alone; which six, its kind says."""
+"""report.png: the curves that tell how a run went, from metrics.jsonl alone; CHARTS says which, by the kind of run."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tinyllm.callbacks import Callback, RunResult
 from tinyllm.record.files import write_atomic
+from tinyllm.record.metrics import CHARTS, held_out_score, score_kind
 from tinyllm.record.rundir import RunDir
-from tinyllm.stats import held_out_score, score_kind
+
+if TYPE_CHECKING:
+    from tinyllm.view.curves import Chart, Series
 
 INK, FAINT, BLUE, ORANGE, GREEN = "#222222", "#9a9a9a", "#2563a8", "#d9822b", "#2e8b57"
+COLORS = (BLUE, ORANGE, "#8a4fa3")
 STYLE = {
     "font.size": 10,
     "font.family": "DejaVu Sans",
@@ -32,26 +37,51 @@ STYLE = {
     "legend.frameon": False,
     "legend.fontsize": 9,
 }
+TITLES = {
+    "Clip fraction": "Clip fraction (share of trained tokens)",
+    "Completion length": "Completion length (tokens)",
+    "Entropy": "Entropy (nats per token)",
+    "Gradient norm": "Gradient norm, before clipping",
+    "Preference accuracy": "Pairs whose chosen completion gained more",
+}
+"""Longer titles, where there is no room for a note."""
 Rows = Sequence[dict[str, Any]]
 
 
+class PlotAtEnd(Callback):
+    """Draws report.png of a run that ended."""
+
+    def on_end(self, result: RunResult | None) -> None:
+        if result is not None:
+            write_report(RunDir.read(result.run_dir))
+
+
 def write_report(run: RunDir) -> Path:
-    """Draw report.png of a run, finished or not, and return its path. Raises RunError when it has no metrics."""
+    """Draw report.png of a run, finished or not, and return its path. Raises RunError for a damaged record."""
     import matplotlib
+
+    from tinyllm.view.curves import charts
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    train, evals = run.metrics("train"), run.metrics("eval")
+    drawn = {chart.title: chart for chart in charts([run], [None])}
+    specs = [spec for spec in CHARTS if run.config.kind in spec.panel]
+    last = max([row["step"] for row in run.metrics()], default=1)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(2, 3, figsize=(13, 7.2), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.02)
         try:
-            figure.suptitle(_title(run, train, evals), x=0.012, ha="left", fontsize=14)
-            panels = PANELS[run.config.kind]
-            for axis, panel in zip(axes.flat, panels, strict=True):
-                panel(axis, train, evals)
-                _finish(axis, train, evals)
+            figure.suptitle(_title(run), x=0.012, ha="left", fontsize=14)
+            for axis, spec in zip(axes.flat, specs, strict=True):
+                names = [spec.title.replace("score", kind) for kind in ("score", "accuracy", "reward", "loss")]
+                chart = next((drawn[name] for name in names if name in drawn), None)
+                axis.set_title(TITLES.get(names[1], names[1]) if chart is None else _panel_title(chart))
+                if chart is not None:
+                    _draw(axis, chart)
+                if spec.title == "Completion length" and "Truncated" in drawn:
+                    _draw_truncated(axis, drawn["Truncated"].series[0])
+                _finish(axis, last)
             image = io.BytesIO()
             figure.savefig(image, dpi=140, format="png", metadata={"Software": None})
         finally:
@@ -61,8 +91,9 @@ def write_report(run: RunDir) -> Path:
     return path
 
 
-def _title(run: RunDir, train: Rows, evals: Rows) -> str:
+def _title(run: RunDir) -> str:
     config, data = run.config, run.config.data
+    train, evals = run.metrics("train"), run.metrics("eval")
     source = str(data.file or data.dataset or getattr(data, "from_run", None) or getattr(data, "task", "?"))
     name = Path(config.model.name).name
     how = config.objective.name if config.kind == "grpo" else config.kind
@@ -73,155 +104,68 @@ def _title(run: RunDir, train: Rows, evals: Rows) -> str:
     return "   ·   ".join(parts)
 
 
-def _series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
-    pairs = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    return [step for step, _ in pairs], [value for _, value in pairs]
+def _panel_title(chart: Chart) -> str:
+    if chart.title.startswith("Held-out"):
+        return f"{chart.title} ({chart.note})"
+    return TITLES.get(chart.title, chart.title)
 
 
-def _line(axis: Any, rows: Rows, key: str, color: str, label: str | None = None, **style: Any) -> None:
-    """A curve: the values faint, their mean over 5 neighbours on top; dots when there are few."""
-    steps, values = _series(rows, key)
-    if not values:
-        return
-    if len(values) < 8:
-        axis.plot(steps, values, color=color, label=label, marker="o", markersize=4, **style)
-        return
-    windows = [values[max(0, i - 2) : i + 3] for i in range(len(values))]
-    smooth = [sum(window) / len(window) for window in windows]
-    axis.plot(steps, values, color=color, alpha=0.3, linewidth=1)
-    axis.plot(steps, smooth, color=color, label=label, linewidth=1.8, **style)
-
-
-def _reward(axis: Any, train: Rows, evals: Rows) -> None:
-    axis.set_title("Reward of sampled completions")
-    _line(axis, train, "reward_mean", BLUE, "reward")
-    if _series(train, "accuracy")[1] not in ([], _series(train, "reward_mean")[1]):
-        _line(axis, train, "accuracy", GREEN, "accuracy")
-        axis.legend()
-
-
-def _accuracy(axis: Any, train: Rows, evals: Rows) -> None:
-    rows = [row for row in evals if row["prompts"]]
-    points = [score for row in rows if (score := held_out_score(row))]
-    if not rows:
-        axis.set_title("Held-out accuracy")
-        return
-    kind = score_kind(rows[0])
-    interval = "" if kind == "reward" else ", 95% interval"
-    axis.set_title(f"Held-out {kind} (n = {rows[-1]['prompts']}{interval})")
-    if kind == "accuracy":
+def _draw(axis: Any, chart: Chart) -> None:
+    """A chart on matplotlib's axes; its legend where there is more than one series."""
+    for series in chart.series:
+        _draw_series(axis, series)
+    highest = max(value for series in chart.series for value in (*series.y, *(series.high or ())) if value is not None)
+    if chart.title == "Held-out accuracy":
         axis.set_ylim(0, 1)
-    steps = [row["step"] for row in rows]
-    axis.fill_between(steps, [p[1] for p in points], [p[2] for p in points], color=GREEN, alpha=0.15, linewidth=0)
-    axis.plot(steps, [p[0] for p in points], color=GREEN, marker="o", markersize=4)
-    for index, offset in ((0, (14, -14)), (-1, (-4, 9))):
-        axis.annotate(
-            f"{points[index][0]:.2f}",
-            (steps[index], points[index][0]),
-            textcoords="offset points",
-            xytext=offset,
-            ha="center",
-            color=GREEN,
-            fontweight="bold",
-        )
-
-
-def _from_zero(axis: Any, highest: float = 0.0) -> None:
-    """The y axis from 0 to a little above the curves, and above `highest`."""
-    top = max((max(line.get_ydata()) for line in axis.lines), default=0)
-    axis.set_ylim(0, max(top, highest) * 1.08 or 1)
-
-
-def _kl(axis: Any, train: Rows, evals: Rows) -> None:
-    axis.set_title("KL per token")
-    _line(axis, train, "kl", BLUE, "to the reference, in training")
-    _line(axis, evals, "kl", ORANGE, "to the start policy, 95% interval")
-    bands = [row for row in evals if row.get("kl_low") is not None]
-    bounds = ([row[f"kl_{end}"] for row in bands] for end in ("low", "high"))
-    axis.fill_between([row["step"] for row in bands], *bounds, color=ORANGE, alpha=0.15, linewidth=0)
-    if axis.lines:
-        _from_zero(axis, max((row["kl_high"] for row in bands), default=0.0))
-        axis.legend()
-
-
-def _clip(axis: Any, train: Rows, evals: Rows) -> None:
-    axis.set_title("Clip fraction (share of trained tokens)")
-    _line(axis, train, "clip_fraction_high", ORANGE, "upper bound")
-    _line(axis, train, "clip_fraction_low", BLUE, "lower bound", linestyle="--")
-    values = [v for key in ("clip_fraction_high", "clip_fraction_low") for v in _series(train, key)[1]]
-    axis.set_ylim(0, max([*values, 0.01]) * 1.15)
-    if values and not any(values):
+    elif chart.zero or chart.title in ("Loss", "Gradient norm", "Learning rate"):
+        axis.set_ylim(min(0.0, *(min(series.y) for series in chart.series)), highest * 1.08 or 1)
+    if chart.title == "Clip fraction" and not highest:
+        axis.set_ylim(0, 0.0115)
         axis.text(0.5, 0.5, "0 throughout: no ratio left its bounds", transform=axis.transAxes, ha="center")
-    elif values:
+    elif len(chart.series) > 1:
         axis.legend()
 
 
-def _length(axis: Any, train: Rows, evals: Rows) -> None:
-    axis.set_title("Completion length (tokens)")
-    _line(axis, train, "completion_length", BLUE, "mean")
-    _from_zero(axis)
-    steps, shares = _series(train, "truncated")
-    if any(shares):
-        right = axis.twinx()
-        right.spines["right"].set_visible(True)
-        right.grid(False)
-        right.plot(steps, [100 * share for share in shares], color=ORANGE, linewidth=1, alpha=0.8)
-        right.set_ylim(0, 104)
-        right.set_ylabel("% cut by the limit", color=ORANGE)
+def _draw_series(axis: Any, series: Series) -> None:
+    """Values faint, their mean over 5 neighbours on top; marked where they are few or held out, with their interval."""
+    color = GREEN if series.points else COLORS[series.role % len(COLORS)]
+    if series.low is not None and series.high is not None:
+        axis.fill_between(series.x, series.low, series.high, color=color, alpha=0.15, linewidth=0)
+    if series.points or series.raw or len(series.y) < 8:
+        axis.plot(series.x, series.y, color=color, label=series.name, marker="o", markersize=4)
+    else:
+        windows = [series.y[max(0, i - 2) : i + 3] for i in range(len(series.y))]
+        smooth = [sum(window) / len(window) for window in windows]
+        axis.plot(series.x, series.y, color=color, alpha=0.3, linewidth=1)
+        axis.plot(series.x, smooth, color=color, label=series.name, linewidth=1.8)
+    if series.raw:
+        for index, offset in ((0, (14, -14)), (-1, (-4, 9))):
+            axis.annotate(
+                f"{series.y[index]:.2f}",
+                (series.x[index], series.y[index]),
+                textcoords="offset points",
+                xytext=offset,
+                ha="center",
+                color=color,
+                fontweight="bold",
+            )
 
 
-def _entropy(axis: Any, train: Rows, evals: Rows) -> None:
-    axis.set_title("Entropy (nats per token)")
-    _line(axis, train, "entropy", BLUE)
-    _from_zero(axis)
+def _draw_truncated(axis: Any, series: Series) -> None:
+    """The share of completions that the limit cut, on an axis at the right; nothing where none was cut."""
+    if not any(series.y):
+        return
+    right = axis.twinx()
+    right.spines["right"].set_visible(True)
+    right.grid(False)
+    right.plot(series.x, [100 * share for share in series.y], color=ORANGE, linewidth=1, alpha=0.8)
+    right.set_ylim(0, 104)
+    right.set_ylabel("% cut by the limit", color=ORANGE)
 
 
-def _loss(axis: Any, train: Rows, evals: Rows) -> None:
-    axis.set_title("Training loss")
-    _line(axis, train, "loss", BLUE)
-    _from_zero(axis)
-
-
-def _gradient(axis: Any, train: Rows, evals: Rows) -> None:
-    axis.set_title("Gradient norm, before clipping")
-    _line(axis, train, "grad_norm", BLUE)
-    _from_zero(axis)
-
-
-def _rate(axis: Any, train: Rows, evals: Rows) -> None:
-    axis.set_title("Learning rate")
-    steps, rates = _series(train, "lr")
-    axis.plot(steps, rates, color=BLUE)
-    _from_zero(axis)
-
-
-def _preference(axis: Any, train: Rows, evals: Rows) -> None:
-    axis.set_title("Pairs whose chosen completion gained more")
-    _line(axis, train, "preference_accuracy", BLUE, "in training")
-    _line(axis, evals, "preference_accuracy", GREEN, "held out")
-    axis.set_ylim(0, 1.02)
-    axis.legend(loc="lower right")
-
-
-def _implicit_rewards(axis: Any, train: Rows, evals: Rows) -> None:
-    axis.set_title("Implicit reward")
-    _line(axis, train, "chosen_reward", GREEN, "chosen")
-    _line(axis, train, "rejected_reward", ORANGE, "rejected", linestyle="--")
-    if axis.lines:
-        axis.legend()
-
-
-PANELS = {
-    "grpo": (_reward, _accuracy, _kl, _clip, _length, _entropy),
-    "sft": (_loss, _accuracy, _length, _entropy, _gradient, _rate),
-    "dpo": (_loss, _accuracy, _preference, _implicit_rewards, _length, _entropy),
-}
-
-
-def _finish(axis: Any, train: Rows, evals: Rows) -> None:
+def _finish(axis: Any, last: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    last = max([row["step"] for row in (*train, *evals)], default=1)
     axis.set_xlim(0, max(last, 1) * 1.03)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
     axis.set_xlabel("step")

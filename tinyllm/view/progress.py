@@ -18,8 +18,8 @@ from rich.text import Text
 
 from tinyllm.callbacks import Callback, RunInfo, RunResult
 from tinyllm.config.sections import Config, GRPOConfig
+from tinyllm.record.metrics import METRICS, held_out_score, score_kind
 from tinyllm.records import Group, Prompt, Rollout
-from tinyllm.stats import held_out_score, score_kind
 
 SPARKS = "▁▂▃▄▅▆▇█"
 LAST_STEPS = 10
@@ -216,17 +216,12 @@ def numbers(metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> list[str]:
     """The figures of a step that are worth a glance."""
     shown = []
     given = "reward_mean" not in metrics  # completions that are given, not sampled: the loss is what falls
-    names = [("loss", "loss"), ("pairs right", "preference_accuracy"), ("margin", "margin")] if given else []
-    names += [("reward", "reward_mean"), ("accuracy", "accuracy"), ("KL", "kl"), ("entropy", "entropy")]
-    for name, key in names:
-        if metrics.get(key) is not None and not (key == "accuracy" and metrics[key] == metrics.get("reward_mean")):
-            shown.append(f"{name} {metrics[key]:.2f}")
-    if metrics.get("completion_length") is not None:
-        shown.append(f"length {metrics['completion_length']:.1f}")
-    if metrics.get("sampler_equal") is not None:
-        shown.append(f"sampler = trainer {100 * metrics['sampler_equal']:.4g}%")
-    if metrics.get("unscored"):
-        shown.append(f"unscored {metrics['unscored']}")
+    for row in METRICS:
+        value = metrics.get(row.key) if row.line == "train" and row.glance else None
+        if value is None or (row.key == "loss" and not given) or (row.unit == "count" and not value):
+            continue
+        if row.key != "accuracy" or value != metrics.get("reward_mean"):
+            shown.append(row.glance.format(value=value, percent=100 * value))
     tokens = metrics.get("tokens") if given else timing.get("sampled_tokens")
     if tokens and timing.get("step_s"):
         shown.append(f"{tokens / timing['step_s']:,.0f} tokens/s")

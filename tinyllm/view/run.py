@@ -7,8 +7,10 @@ from pathlib import Path
 
 from tinyllm.config.io import to_toml
 from tinyllm.errors import RunError
+from tinyllm.health.checks import check
+from tinyllm.health.history import History
+from tinyllm.record.metrics import score_kind
 from tinyllm.record.rundir import RunDir, find_runs
-from tinyllm.stats import score_kind
 from tinyllm.view.progress import accuracy, duration, sample_line, source_name
 
 
@@ -59,7 +61,20 @@ def describe_run(run: RunDir) -> list[str]:
     if train:
         shown = ((k, v) for k, v in train[-1].items() if isinstance(v, (int, float)) and k != "step")
         lines += ["", f"step {train[-1]['step']}:", *(f"  {name:<22} {value:.6g}" for name, value in shown)]
-    return lines
+    return lines + health_lines(History.of(run))
+
+
+def health_lines(history: History) -> list[str]:
+    """What the checks say of a run: level, step and sentence, the remedy below; nothing where nothing was recorded."""
+    lines = []
+    for finding in check(history):
+        head = f"  {finding.level:<8} step {finding.step:<6} "
+        lines += textwrap.wrap(f"{head}{finding.text}", 118, subsequent_indent=" " * len(head))
+        if finding.remedy:
+            lines += textwrap.wrap(
+                f"→ {finding.remedy}", 118, initial_indent=" " * len(head), subsequent_indent=" " * (len(head) + 2)
+            )
+    return ["", "health:", *lines] if lines else []
 
 
 def describe_step(run: RunDir, step: int, width: int) -> list[str]:

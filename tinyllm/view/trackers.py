@@ -9,8 +9,8 @@ from typing import Any
 from tinyllm.callbacks import Callback, RunInfo, RunResult
 from tinyllm.config.io import to_dict
 from tinyllm.errors import ConfigError
+from tinyllm.record.metrics import held_out_score
 from tinyllm.records import Group
-from tinyllm.stats import held_out_score
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 Send = Callable[[dict[str, float], int], None]

@@ -164,10 +164,12 @@ function drawCommand(text) {
   return make("div", { className: "command" }, make("code", {}, text), button);
 }
 
-const MARKS = { bad: "✕ problem", warn: "▲ warning", ok: "✓ fine" };
+const MARKS = { stop: "✕ stopped", problem: "✕ problem", warn: "▲ warning", notice: "✓ fine" };
 
-function drawNote({ level, text, filter }) {
-  const note = make("li", { className: level }, make("span", { className: "mark" }, MARKS[level]), make("span", {}, text));
+function drawNote({ level, step, text, remedy, filter }) {
+  const words = make("span", {}, text, ...(remedy ? [" ", make("em", {}, remedy)] : []));
+  const place = make("span", { className: "place" }, `step ${step}`);
+  const note = make("li", { className: level }, make("span", { className: "mark" }, MARKS[level]), words, place);
   const rollouts = page.data.sections.findIndex((section) => section.blocks.some((block) => block.type === "browser"));
   if (filter && rollouts >= 0) {
     const button = make("button", { type: "button" }, "show rollouts");
@@ -297,6 +299,8 @@ function layout(chart) {
   const color = (name) => style.getPropertyValue(name).trim();
   const axis = { gridcolor: color("--grid"), linecolor: color("--line"), zerolinecolor: color("--line"), automargin: true };
   const shares = chart.unit === "share";
+  const steps = chart.series.flatMap((series) => series.x);
+  const few = Math.max(...steps) - Math.min(...steps) < 9; // else ticks between whole steps, rounded
   return {
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("--ink") },
     paper_bgcolor: "transparent", plot_bgcolor: "transparent",
@@ -305,7 +309,7 @@ function layout(chart) {
     hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
     showlegend: chart.series.length > 1,
     legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", traceorder: "normal", bgcolor: "transparent" },
-    xaxis: { ...axis, title: { text: "step", standoff: 4 }, nticks: 9, tickformat: "d" },
+    xaxis: { ...axis, title: { text: "step", standoff: 4 }, nticks: 9, tickformat: "d", ...(few ? { dtick: 1 } : {}) },
     yaxis: { ...axis, rangemode: chart.zero ? "tozero" : "normal", tickformat: shares ? ".2~%" : "~g", nticks: 6, hoverformat: ".4g" },
   };
 }

@@ -10,10 +10,11 @@ import numpy as np
 
 from tinyllm.errors import RunError
 from tinyllm.record.diff import compare_runs
+from tinyllm.record.metrics import held_out_score
 from tinyllm.record.rundir import RunDir
 from tinyllm.stats import Comparison, compare
+from tinyllm.view.curves import Chart, Series, clustered_interval
 from tinyllm.view.html.columns import Rollouts
-from tinyllm.view.html.curves import Chart, clustered_interval, score
 from tinyllm.view.html.sections import Block, charts, heading, table, text
 
 BINS = 12
@@ -65,7 +66,7 @@ def _short(value: Any) -> str:
 
 
 def _evaluations(runs: Sequence[RunDir], names: Sequence[str]) -> list[Block]:
-    scores = [{row["step"]: (row, s) for row in run.metrics("eval") if (s := score(row))} for run in runs]
+    scores = [{row["step"]: (row, s) for row in run.metrics("eval") if (s := held_out_score(row))} for run in runs]
     common = sorted(scores[0].keys() & scores[1].keys())
     if not common:
         return [text("The runs share no evaluated step.")]
@@ -143,7 +144,5 @@ def _by_steps(a: Cells, b: Cells, common: Sequence[tuple[int, str]], steps: Sequ
             low, high = clustered_interval(values, prompts, signed=True)
             points.append((float(span.mean()), float(values.mean()), low, high))
     x, y, low_, high_ = (list(column) for column in zip(*points, strict=True)) if points else ([], [], [], [])
-    series = {"name": f"{names[1]} minus {names[0]}", "run": 1, "role": 0, "points": True, "raw": True}
-    series |= {"x": x, "y": y, "low": low_, "high": high_}
-    note = "by spans of steps, with 95% interval"
-    return {"title": "Paired difference in reward", "note": note, "unit": "", "zero": False, "series": [series]}
+    series = Series(f"{names[1]} minus {names[0]}", 1, x, y, points=True, raw=True, low=low_, high=high_)
+    return Chart("Paired difference in reward", "by spans of steps, with 95% interval", "", (series,))

@@ -12,9 +12,15 @@ from typing import Any, Literal
 
 from tinyllm.config.io import to_toml
 from tinyllm.errors import ConfigError, RunError
-from tinyllm.health.findings import findings, health_charts, selected, selection_rows, unscored_reasons
+from tinyllm.health.checks import check
+from tinyllm.health.history import History
+from tinyllm.health.ledger import selection
+from tinyllm.health.rewards import unscored_reasons
 from tinyllm.record.files import write_atomic, write_errors
+from tinyllm.record.metrics import CHARTS, held_out_score, score_kind
 from tinyllm.record.rundir import RunDir
+from tinyllm.view.curves import Chart
+from tinyllm.view.curves import charts as curves
 from tinyllm.view.html.columns import (
     MAX_TOKENS,
     Blocks,
@@ -27,8 +33,6 @@ from tinyllm.view.html.columns import (
     token_texts,
 )
 from tinyllm.view.html.compare import comparison
-from tinyllm.view.html.curves import charts as curves
-from tinyllm.view.html.curves import score
 from tinyllm.view.html.sections import (
     Block,
     Section,
@@ -160,7 +164,7 @@ def _sections(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str], m
         sections.append(Section("Stages", _stages(runs, rollouts, names)))
         for run, columns, name in zip(runs, rollouts, names, strict=True):
             found = curves([run], [columns])
-            blocks = [_tiles(run), charts(found), *_health(run, columns, [], name)]
+            blocks = [_tiles(run), charts(found), *_health(run, [], name)]
             sections.append(Section(name, blocks))
     else:
         sections.append(Section("Overview", _overview(runs, rollouts, names)))
@@ -172,7 +176,8 @@ def _sections(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str], m
         health: list[Block] = []
         for run, columns, name in zip(runs, rollouts, names, strict=True):
             health += [heading(name)] if len(runs) > 1 else []
-            health += _health(run, columns, health_charts(curves([run], [columns])), name)
+            beside = {spec.title for spec in CHARTS if spec.health}
+            health += _health(run, [chart for chart in curves([run], [columns]) if chart.title in beside], name)
         sections.append(Section("Health", health))
     sections.append(Section("Record", [block for pair in zip(runs, names, strict=True) for block in _record(*pair)]))
     return sections
@@ -180,11 +185,11 @@ def _sections(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str], m
 
 def _overview(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str]) -> list[Block]:
     blocks: list[Block] = []
-    for run, columns, name in zip(runs, rollouts, names, strict=True):
+    for run, name in zip(runs, names, strict=True):
         blocks += [heading(name)] if len(runs) > 1 else []
         blocks.append(_tiles(run))
-        if len(runs) == 1 and (found := [f for f in findings(run, columns) if f["level"] != "ok"]):
-            blocks.append(notes(found))
+        if len(runs) == 1 and (found := [f for f in check(History.of(run)) if f.level != "notice"]):
+            blocks.append(notes(found, name))
     return [*blocks, charts(curves(runs, rollouts)), *_before_after(runs, rollouts, names)]
 
 
@@ -203,15 +208,15 @@ def _tiles(run: RunDir) -> Block:
     ]
     if preset := settings["objective"].get("preset"):
         items[1] = (f"{kind.upper()}, preset {preset}", items[1][1], items[1][2])
-    scored = [(row, values) for row in evals if (values := score(row))]
+    scored = [(row, score) for row in evals if (score := held_out_score(row))]
     if scored:
         (_, before), (last, after) = scored[0], scored[-1]
-        what = "accuracy" if last.get("correct") is not None else "reward"
-        value = f"{before[0]:.2f} → {after[0]:.2f}" if len(scored) > 1 else f"{after[0]:.2f}"
-        band = f"95% interval {after[1]:.2f} to {after[2]:.2f}, " if what == "accuracy" else ""
-        items.append((f"held-out {what}", value, f"{band}n = {last['prompts']}, step {last['step']}"))
-    elif losses := [row for row in evals if isinstance(row.get("loss"), (int, float))]:
-        items.append(("held-out loss", f"{losses[0]['loss']:.3f} → {losses[-1]['loss']:.3f}", "first and last"))
+        kind = score_kind(last)
+        digits = 3 if kind == "loss" else 2
+        value = f"{before[0]:.{digits}f} → " if len(scored) > 1 else ""
+        band = f"95% interval {after[1]:.{digits}f} to {after[2]:.{digits}f}, " if kind != "reward" else ""
+        note = f"{band}n = {last['prompts']}, step {last['step']}"
+        items.append((f"held-out {kind}", f"{value}{after[0]:.{digits}f}", note))
     if seconds := sum(row.get("step_s") or 0 for row in run.timings()):
         tokens = sum(row.get("sampled_tokens") or 0 for row in run.timings())
         speed = f"{tokens / seconds:,.0f} sampled tokens per second" if tokens else ""
@@ -256,18 +261,21 @@ def _sample(columns: Rollouts, row: int) -> str:
     return f"[step {columns.step[row]}, {verdict}]\n{columns.texts['completion'][row]}"
 
 
-def _health(run: RunDir, columns: Rollouts | None, drawn: Sequence[dict[str, Any]], name: str) -> list[Block]:
-    found = findings(run, columns)
-    for finding in found:
-        if "filter" in finding:
-            finding["filter"]["run"] = name
-    blocks = [notes(found) if found else text("Nothing was recorded that tells of the run's health.")]
-    if reasons := unscored_reasons(run.metrics("train")):
+def _health(run: RunDir, drawn: Sequence[Chart], name: str) -> list[Block]:
+    """What the checks say of a run, what was not scored or not trained on, and these charts."""
+    history = History.of(run)
+    found = check(history)
+    blocks = [notes(found, name) if found else text("Nothing was recorded that tells of the run's health.")]
+    if reasons := unscored_reasons(history.train):
         blocks += [heading("Unscored completions"), table(["reason", "count", "first step", "last step"], reasons)]
-    if selection := selected(run):
+    if history.ledger and history.train:
+        quarters = selection(history.ledger, history.last_step).quartiles
         head = ["by", "from", "to", "requested", "finished", "trained", "dropped"]
         note = "Completions, by quarters of the groups: what was asked of the pool, and what became of it."
-        blocks += [heading("Selection", note), table(head, selection_rows(selection))]
+        rows = [
+            [q.axis, f"{q.low:.3g}", f"{q.high:.3g}", q.requested, q.finished, q.trained, q.dropped] for q in quarters
+        ]
+        blocks += [heading("Selection", note), table(head, rows)]
     return [*blocks, charts(drawn)] if drawn else blocks
 
 
@@ -276,8 +284,8 @@ def _stages(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str]) -> 
     for run, name in zip(runs, names, strict=True):
         kind = run.manifest.get("kind", "grpo").upper()
         for row in run.metrics("eval"):
-            values = score(row)
-            cells = [f"{values[0]:.3f} [{values[1]:.3f}, {values[2]:.3f}]" if values else "-"]
+            values = held_out_score(row)
+            cells = [f"{values[0]:.3f} [{values[1]:.3f}, {values[2]:.3f}]" if values and "loss" not in row else "-"]
             cells.append(f"{row['loss']:.4f}" if isinstance(row.get("loss"), (int, float)) else "-")
             cells.append(f"{row['kl']:.4f}" if isinstance(row.get("kl"), (int, float)) else "-")
             rows.append([name, kind, str(row["step"]), *cells])

@@ -6,8 +6,11 @@ Whoever makes a report of their own (a pipeline of several stages, say) adds sec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from tinyllm.health.finding import Finding
+from tinyllm.view.curves import Chart
 
 Block = dict[str, Any]
 
@@ -46,14 +49,29 @@ def command(words: str) -> Block:
     return {"type": "command", "text": words}
 
 
-def notes(items: Sequence[dict[str, Any]]) -> Block:
-    """Findings: {level: bad, warn or ok; text; filter: rollouts it speaks of}; see health.findings."""
-    return {"type": "notes", "items": list(items)}
+def notes(items: Sequence[Finding], run: str) -> Block:
+    """Findings on a run of this name, each with a button that shows the rollouts it speaks of."""
+    return {"type": "notes", "items": [_note(item, run) for item in items]}
 
 
-def charts(items: Sequence[dict[str, Any]]) -> Block:
-    """A grid of charts; see curves."""
-    return {"type": "charts", "charts": list(items)}
+def _note(finding: Finding, run: str) -> dict[str, Any]:
+    note: dict[str, Any] = {"level": finding.level, "step": finding.step}
+    note |= {"text": sentence(finding.text), "remedy": sentence(finding.remedy)}
+    if finding.rows is None:
+        return note
+    shown: dict[str, Any] = {"run": run, "verdict": finding.rows.verdict}
+    shown["step"] = None if finding.rows.first_step is None else [finding.rows.first_step, finding.rows.last_step]
+    return note | {"filter": {name: value for name, value in shown.items() if value is not None}}
+
+
+def sentence(words: str) -> str:
+    """Words with a capital letter and a full stop; nothing of nothing."""
+    return f"{words[:1].upper()}{words[1:]}." if words else ""
+
+
+def charts(items: Sequence[Chart]) -> Block:
+    """A grid of charts; see view/curves.py."""
+    return {"type": "charts", "charts": [asdict(chart) | {"zero": chart.zero} for chart in items]}
 
 
 def browser() -> Block:
