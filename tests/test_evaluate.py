@@ -118,11 +118,12 @@ def test_one_sample_is_greedy(here, tmp_path):
 
 @pytest.mark.slow
 def test_several_tasks_and_all_of_them(here, tmp_path):
-    options = {**TINY, "data.arithmetic.operands": (1, 30), "prompts": 6}
-    report = tinyllm.evaluate(["a", "b"], task="arithmetic,gym:chain_sum", out=tmp_path / "o", **options).report
+    options = {**TINY, "prompts": 6}
+    wide = "arithmetic:operands=1|30,held_out=162"
+    report = tinyllm.evaluate(["a", "b"], task=f"{wide},gym:chain_sum", out=tmp_path / "o", **options).report
     assert [(line["task"], line["model"], line["prompts"]) for line in report["results"]] == [
-        ("arithmetic", "a", 6),
-        ("arithmetic", "b", 6),
+        (wide, "a", 6),
+        (wide, "b", 6),
         ("gym:chain_sum", "a", 6),
         ("gym:chain_sum", "b", 6),
         ("all tasks", "a", 12),

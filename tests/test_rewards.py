@@ -53,9 +53,10 @@ def test_last_number_of_a_finished_completion():
 
 def test_correctness_and_format_are_separate_terms():
     texts = ["<answer>7</answer>", "7", "<answer>8</answer>"]
-    strict, _ = judge(texts, rule="exact_format")
+    strict, _ = judge(texts, ("arithmetic:rule=exact_format,tags=answer",))
     assert [v.value for v in strict] == [1.0, 0.0, 0.0]
-    weighted, _ = judge(texts, format_weight=0.5)
+    terms = ("arithmetic:rule=last_number", "format:rule=exact_format,tags=answer,gold=")
+    weighted, _ = judge(texts, terms, weights=(1.0, 0.5))
     assert [v.value for v in weighted] == [1.5, 1.0, 0.5]
     assert [dict(v.parts)["format"] for v in weighted] == [1.0, 0.0, 1.0]
 
@@ -265,7 +266,7 @@ def test_a_gate_needs_something_behind_it():
         ({"functions": ("os.path:joinn",)}, "nearest: 'join'"),
         ({"functions": ("os.path:sep",)}, "cannot be called"),
         ({"functions": ("os.path:join",), "weights": (1.0, 2.0)}, "2 numbers for 1 functions"),
-        ({"rule": "first_number"}, "choose one of"),
+        ({"functions": ("arithmetic:rule=first_number",)}, "choose one of"),
         ({"functions": ('{"family": "arithmetik"}',)}, "nearest: 'arithmetic'"),
     ],
 )

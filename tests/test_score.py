@@ -10,12 +10,12 @@ from test_rewards import data, prompt
 from test_tasks import jsonl
 
 from tinyllm.commands.score import main, probe_main
-from tinyllm.config.sections import ArithmeticConfig, RewardConfig
+from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import DataError, RewardError, UserError
 from tinyllm.rewards import Verify
 from tinyllm.rewards.combine import make_parts
 from tinyllm.rewards.probe import probe, probe_before_training
-from tinyllm.tasks.arithmetic import generate
+from tinyllm.tasks.arithmetic import ArithmeticConfig, generate
 
 ROWS = [
     {"prompt": "3 + 4?", "answer": "7", "completion": "<answer>7</answer>"},

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tinyllm import tasks
-from tinyllm.config.sections import ArithmeticConfig, DataConfig, GRPOConfig, RewardConfig
+from tinyllm.config.sections import DataConfig, GRPOConfig, RewardConfig
 from tinyllm.errors import ConfigError, DataError, RewardError
-from tinyllm.tasks.arithmetic import generate
+from tinyllm.tasks.arithmetic import ArithmeticConfig, generate
 
 LAST = RewardConfig(rule="last_number")
 
@@ -137,7 +137,7 @@ def test_ids_are_of_the_content_not_of_the_order(tokenizer, tmp_path):
 
 def test_equal_rows_keep_separate_ids_and_equal_prompts_stay_on_one_side(tokenizer, tmp_path):
     twice = [row for row in rows(10) for _ in range(2)]
-    data = load(tokenizer, file=jsonl(tmp_path, twice), columns=MAP, held_out_fraction=0.3)
+    data = load(tokenizer, file=jsonl(tmp_path, twice), columns=MAP, held_out=0.3)
     ids = [p.id for p in data.train + data.held_out]
     assert len(set(ids)) == 20 and len(data.held_out) == 6
     assert not {p.text for p in data.train} & {p.text for p in data.held_out}
@@ -203,7 +203,7 @@ def test_held_out_file_must_not_share_prompts(tokenizer, tmp_path):
 )
 def test_bad_rows_are_named_with_their_number(tokenizer, tmp_path, lines, words):
     with pytest.raises(DataError, match=re.escape(words)):
-        load(tokenizer, file=jsonl(tmp_path, lines), held_out_fraction=0.0, prompt_rule="raw")
+        load(tokenizer, file=jsonl(tmp_path, lines), held_out=0.0, prompt_rule="raw")
 
 
 def test_bad_rows_can_be_skipped_and_are_counted(tokenizer, tmp_path):
@@ -270,4 +270,4 @@ def test_half_a_surrogate_pair_in_a_prompt_is_named_with_its_row(tokenizer, tmp_
     for prompt in ("1 \ud800 2", [{"role": "user", "content": "\ud800"}]):
         path = jsonl(tmp_path, [{"prompt": "a", "answer": "1"}, {"prompt": prompt, "answer": "1"}])
         with pytest.raises(DataError, match=r"row 2 of rows.jsonl.* has half a surrogate pair \('.ud800'\)"):
-            load(tokenizer, file=path, held_out_fraction=0)
+            load(tokenizer, file=path, held_out=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tinyllm.commands.text import option_lines
 from tinyllm.config.io import flatten, overlay, parse_overrides, shortcut
+from tinyllm.config.options import split_list
 from tinyllm.errors import ConfigError
 from tinyllm.evals.config import SuiteConfig
 
@@ -73,7 +74,7 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, Any], bool]:
                 raise ConfigError(f"{word} needs a value; see: tinyllm eval --help")
             value = queue.pop(0)
         if name == "--task":
-            given_tasks += value.split(",")
+            given_tasks += split_list(value)
         elif name == "--verifier":  # a spec has commas of its own
             verifiers.append(value)
         else:
@@ -108,7 +109,7 @@ def flat_options(given: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in given.items():
         if name == "task":
-            flat[name] = tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+            flat[name] = tuple(split_list(value)) if isinstance(value, str) else tuple(value)
         elif name in ("data", "reward", "verifier") and not isinstance(value, Mapping):
             flat |= shortcut("data" if name == "data" else "reward", value)
         else:

@@ -155,6 +155,7 @@ def make(given: argparse.Namespace, config: GRPOConfig, run: RunDir | None) -> t
         longest=lengths.longest,
         draws=facts.draws if facts is not None else 1.0,
         live_share=given.live_share or (facts.job.live_share if facts is not None else 1.0),
+        adapters=facts is not None and facts.job.publish_adapters,
     )
     if given.live_share is None and facts is None:
         warnings.append("every group is taken to have signal (--live-share)")

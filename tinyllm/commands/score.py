@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyllm.config.sections import ArithmeticConfig, RewardConfig
+from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import DataError, UserError
 from tinyllm.records import Completion, Prompt, Revision, Verdict
 from tinyllm.rewards.base import Verifier
@@ -228,7 +228,7 @@ def _prompt(place: str, row: Mapping[str, Any]) -> Prompt:
 def _task_rows(file: str | None, columns: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
     if file is not None:
         return [(place, rename(row, columns, place)) for place, row in read_file(file)]
-    from tinyllm.tasks.arithmetic import generate
+    from tinyllm.tasks.arithmetic import ArithmeticConfig, generate
 
     return [(repr(row["prompt"]), row) for row in generate(ArithmeticConfig())[1]]
 

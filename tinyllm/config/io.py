@@ -7,6 +7,7 @@ A mistake raises ConfigError in one line: the field, the value, and the remedy.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -22,6 +23,7 @@ from tinyllm.config.options import (
     plain_type,
     resolve_name,
     show_value,
+    unknown_option,
 )
 from tinyllm.config.sections import SHORTCUTS, DPOConfig, GRPOConfig, SFTConfig
 from tinyllm.errors import ConfigError
@@ -84,7 +86,7 @@ def flatten(nested: Mapping[str, Any], kind: Any = GRPOConfig, *, loose: bool = 
             elif loose:
                 yield resolve_name(name, kind), value
             else:
-                raise ConfigError(f"unknown option {name!r}; {nearest_name(name, known, kind)}")
+                raise ConfigError(unknown_option(name, known, kind))
 
     return dict(walk("", nested))
 
@@ -130,6 +132,11 @@ def _check_run(c: GRPOConfig | SFTConfig | DPOConfig) -> None:
         raise ConfigError(
             f"optimizer.warmup_steps = {c.optimizer.warmup_steps}: more than train.steps = {c.train.steps}; lower it"
         )
+    if isinstance(c.data.held_out, str) and not c.data.held_out.endswith(DATA_SUFFIXES):
+        raise ConfigError(
+            f"data.held_out = {show_value(c.data.held_out)}: give a share of your rows (0.1) or a file "
+            f"({' or '.join(DATA_SUFFIXES)})"
+        )
 
 
 def _check_grpo(c: GRPOConfig) -> None:
@@ -139,6 +146,7 @@ def _check_grpo(c: GRPOConfig) -> None:
             f"reward.weights = {show_value(c.reward.weights)}: give one per function, {count} in all, or none"
         )
     _check_pool(c)
+    _check_overlong(c.train.overlong)
     low, high = c.objective.clip_low, c.objective.clip_high
     if low is not None and low > 1:
         raise ConfigError(f"objective.clip_low = {low}: a ratio cannot fall by more than 1; set it to 0.2")
@@ -157,6 +165,23 @@ def _check_pool(c: GRPOConfig) -> None:
             raise ConfigError(
                 f"pool.{name} = {value}: nothing samples beside the trainer; set pool.engines to 1 or more"
             )
+
+
+def _check_overlong(value: float | str | None) -> None:
+    word, comma, share = str(value).partition(",")
+    fits = word == "mask" and (not comma or (_is_number(share) and 0 <= float(share) < 1))
+    if isinstance(value, str) and not fits:
+        raise ConfigError(
+            f"train.overlong = {show_value(value)}: give a share of sampling.max_new_tokens (0.2; 0 = off), mask, or "
+            "both (mask,0.2)"
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 # Files and dictionaries

@@ -8,15 +8,18 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from tinyllm.config.old import MOVED
 from tinyllm.config.sections import SHORTCUTS, GRPOConfig
 from tinyllm.errors import ConfigError
 
@@ -72,7 +75,15 @@ def resolve_name(name: str, kind: Any = GRPOConfig) -> str:
         return fits[0]
     if fits:
         raise ConfigError(f"option {name!r} could be {' or '.join(fits)}; give the whole name")
-    raise ConfigError(f"unknown option {name!r}; {nearest_name(name, known, kind)}")
+    raise ConfigError(unknown_option(name, known, kind))
+
+
+def unknown_option(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig) -> str:
+    """The message for an unknown name: where it went, if an earlier version had it; else the nearest one."""
+    for old, now in MOVED.items():
+        if (old == name or old.endswith("." + name)) and (now.option is None or now.option in known):
+            return f"option {old!r} {now}"
+    return f"unknown option {name!r}; {nearest_name(name, known, kind)}"
 
 
 def nearest_name(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig) -> str:
@@ -95,17 +106,23 @@ def nearest_name(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig)
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:
-    """A type without its `| None`, and whether it had one."""
-    if get_origin(hint) in (types.UnionType, typing.Union):
-        rest = [arg for arg in get_args(hint) if arg is not type(None)]
-        return rest[0], True
-    return hint, False
+    """A type without its `| None`, and whether it had one; of several types their union."""
+    if not _is_union(hint):
+        return hint, False
+    rest = [arg for arg in get_args(hint) if arg is not type(None)]
+    return typing.Union[tuple(rest)], len(rest) < len(get_args(hint))  # noqa: UP007  made from a list
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (types.UnionType, typing.Union)
 
 
 def describe_type(hint: Any) -> str:
     """What to write for an option of this type, in words; choices are joined by |."""
     hint, _ = plain_type(hint)
     args = get_args(hint)
+    if _is_union(hint):
+        return " or ".join(map(describe_type, args))
     if get_origin(hint) is Literal:
         return "|".join(args)
     if get_origin(hint) is tuple:
@@ -132,6 +149,8 @@ def coerce(option: Option, value: Any) -> Any:
 
 def _coerce(hint: Any, value: Any) -> Any:
     origin, args = get_origin(hint), get_args(hint)
+    if _is_union(hint):
+        return _first_that_fits(args, partial(_coerce, value=value))
     if origin is tuple:
         if isinstance(value, str) and args[-1] is Ellipsis:
             value = (value,)
@@ -157,6 +176,14 @@ def _coerce(hint: Any, value: Any) -> Any:
     raise TypeError
 
 
+def _first_that_fits(kinds: Sequence[Any], convert: Callable[[Any], Any]) -> Any:
+    """What the first type makes of a value that can be made of it."""
+    for kind in kinds[:-1]:
+        with suppress(TypeError, ValueError):
+            return convert(kind)
+    return convert(kinds[-1])
+
+
 def _check_bounds(option: Option, value: Any) -> None:
     words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     if isinstance(value, float) and not math.isfinite(value):
@@ -165,6 +192,8 @@ def _check_bounds(option: Option, value: Any) -> None:
         raise ConfigError(f"{option.name} = {value!a}: has bytes that are not UTF-8 text; rename or rewrite it")
     if value == "" and option.name != "data.system_prompt":  # as from an unset shell variable; never "not set"
         raise ConfigError(f'{option.name} = "": must not be empty; give a value or leave it out')
+    if isinstance(value, str):  # of an option that is a number or a text
+        return
     for bound, limit in option.bounds.items():
         holds = {"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound]
         if not holds:
@@ -212,12 +241,57 @@ def parse_text(option: Option, text: str) -> Any:
         raise ConfigError(f"{option.name} = {show_value(text)}: expected {describe_type(hint)}") from None
 
 
+def read_settings(base: Any, spec: str) -> Any:
+    """`base`, a frozen dataclass of options, with the settings of a spec in place.
+
+    A spec is "name" or "name:key=value,key=value"; elements of a list are separated by |. Raises ConfigError naming the
+    setting, the value and the remedy.
+    """
+    family, _, rest = spec.partition(":")
+    known = _leaves(base, "")
+    changes = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise ConfigError(f"{spec!r}: {item!r} is not key=value; write {family}:key=value,key=value")
+        if key.strip() not in known:
+            raise ConfigError(f"{family!r} has no setting {key.strip()!r}; {nearest(key.strip(), known)}")
+        option = known[key.strip()]
+        listed = get_origin(plain_type(option.type)[0]) is tuple
+        named = replace(option, name=f"{family}.{option.name}")
+        changes[option.name] = parse_text(named, text.replace("|", ",") if listed else text)
+    return replace(base, **changes)
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """The end of an error message about a name that is none of the known: the nearest of these, or all."""
+    names = list(known)
+    close = difflib.get_close_matches(name[:100], names, 1, cutoff)
+    return f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(names)}"
+
+
+def split_list(text: str) -> list[str]:
+    """The elements of a,b,c. A key=value belongs to the spec before it: math:rule=boxed,units=waive is one element."""
+    found: list[str] = []
+    for part in text.split(",") if text else ():
+        if found and ":" in found[-1] and _SETTING.match(part):
+            found[-1] += "," + part
+        else:
+            found.append(part)
+    return found
+
+
+_SETTING = re.compile(r"\s*\w+=")
+
+
 def _parse(hint: Any, text: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
+    if _is_union(hint):
+        return _first_that_fits(args, partial(_parse, text=text))
     if origin is tuple:
         if text.startswith("["):
             return tomllib.loads(f"x = {text}")["x"]
-        return [_parse(args[0], part.strip()) for part in text.split(",")] if text else []
+        return [_parse(args[0], part.strip()) for part in split_list(text)]
     if hint is bool:
         return BOOLEANS.get(text.lower(), text)
     if hint is int:

@@ -263,9 +263,9 @@ class _Evaluation:
 def _load_engine(subject: ModelRef, machine: MachineConfig, tokenizer: Any, room: tuple[int, int]) -> Engine:
     """The model ready to sample. room: (samples of the largest task, tokens of the longest prompt and completion)."""
     samples = min(machine.max_batch, room[0])
-    cached = machine.cache_tokens or samples * room[1]
+    cached = samples * room[1]
     policy, revision = load_policy(subject, machine.dtype, machine.device, samples=samples, cached=cached)
-    engine = Engine(policy, tokenizer, max_batch=machine.max_batch, cache_tokens=machine.cache_tokens)
+    engine = Engine(policy, tokenizer, max_batch=machine.max_batch)
     engine.publish(revision)
     return engine
 

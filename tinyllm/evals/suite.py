@@ -103,12 +103,12 @@ def load_task(config: SuiteConfig, data: DataConfig, reward: RewardConfig, of_ru
     """
     as_chat = replace(data, prompt_rule="chat", max_prompt_tokens=NO_LIMIT)
     loaded = tasks.load(GRPOConfig(data=as_chat, reward=reward), PlainTokenizer())
-    own_rows = bool(data.file or data.dataset) and not (data.held_out or data.held_out_fraction)
+    own_rows = bool(data.file or data.dataset) and not data.held_out
     if of_run and own_rows:
         raise DataError(f"{of_run} kept no held-out prompts; name a suite with --task, or --data FILE --verifier SPEC")
     side = loaded.train if own_rows else loaded.held_out
     if not side:
-        raise DataError(f"{loaded.name} has no held-out prompts; raise --data.held_out_fraction, or leave it at 0")
+        raise DataError(f"{loaded.name} has no held-out prompts; raise --data.held_out, or leave it at 0")
     unique: dict[str, Prompt] = {}
     for prompt in side:
         unique.setdefault(hash_json(prompt.row), prompt)

@@ -206,7 +206,7 @@ def _unreadable(train: Rows) -> Iterator[Finding]:
             yield _finding(
                 "warn",
                 f"No answer was found in {_percent(share)} of the completions from step {first} on: state the answer's "
-                "form in the prompt, or choose another reward.rule.",
+                "form in the prompt, or choose another rule of the verifier.",
                 step=[first, points[-1][0]],
             )
 

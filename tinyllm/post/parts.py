@@ -290,7 +290,7 @@ def _agreed(ranks: Ranks, evaluate: Evaluate) -> Evaluate:
 
 
 def _stopped_early(trainer: Trainer) -> bool:
-    patience = trainer.config.train.early_stop_evals
+    patience = trainer.config.stop.evals_without_best
     return bool(patience) and trainer.progress.evals_without_best >= patience
 
 

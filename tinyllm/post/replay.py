@@ -151,7 +151,7 @@ def _what_if(config: Config, sample: bool, objective: str | None, reward: str | 
     if objective is not None:
         changes["objective.preset"] = objective
     if reward is not None:
-        changes |= {"reward.functions": (reward,), "reward.weights": (), "reward.rule": None}
+        changes |= {"reward.functions": (reward,), "reward.weights": ()}
     return overlay(config, changes)
 
 

@@ -143,7 +143,7 @@ class GRPOParts(Parts):
 
     def _embedded(self, prompts: Sequence[Prompt]) -> Engine:
         s = self.config.sampling
-        engine = Engine(self.policy, self.tokenizer, max_batch=s.max_batch, cache_tokens=s.cache_tokens)
+        engine = Engine(self.policy, self.tokenizer, max_batch=s.max_batch)
         engine.slots(prompts, self.params)
         return engine
 
@@ -254,13 +254,6 @@ def _check(config: GRPOConfig) -> None:
         raise ConfigError(
             "a pool serves one trainer process, and WORLD_SIZE is more than 1; leave --pool out, or torchrun"
         )
-    s = config.sampling
-    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        if getattr(s, name) != off:
-            raise ConfigError(
-                f"sampling.{name} = {getattr(s, name)}: completions would be drawn from other probabilities than are "
-                f"trained; leave it off ({off}) and use sampling.temperature"
-            )
 
 
 def _check_data(config: GRPOConfig, data: Any) -> None:

@@ -123,11 +123,11 @@ def missing_groups(groups: Sequence[Group], rules: BatchRules, train: TrainConfi
     return max(0, train.prompts_per_step - sum(has_signal(g, rules) for g in groups))
 
 
-def require_signal(step: int, groups: Sequence[Group], rules: BatchRules, train: TrainConfig) -> None:
+def require_signal(step: int, groups: Sequence[Group], rules: BatchRules, refills: int) -> None:
     """Raises TrainingStopped when none of a step's groups, refills included, has something to learn from."""
     if not any(has_signal(g, rules) for g in groups):
         raise TrainingStopped(
-            f"step {step}: none of {len(groups)} groups in {train.max_refills + 1} draws has members with "
+            f"step {step}: none of {len(groups)} groups in {refills + 1} draws has members with "
             "different rewards, so there is nothing to learn from; use easier or harder prompts, more completions "
             "per prompt (sampling.group_size), or train.dynamic_sampling = false"
         )
@@ -136,7 +136,7 @@ def require_signal(step: int, groups: Sequence[Group], rules: BatchRules, train:
 class InlineSource:
     """Samples with the policy as it is when the step begins, verifies, and hands the groups on.
 
-    With dynamic sampling, groups without signal are replaced by those of further prompts, at most train.max_refills
+    With dynamic sampling, groups without signal are replaced by those of further prompts, at most stop.refills
     times; every group drawn is handed on and recorded, and make_batch keeps those with signal. On several ranks each
     samples and verifies its share of the prompts, and hands on the groups of all.
     """
@@ -156,6 +156,7 @@ class InlineSource:
         self.engine, self.order, self.params, self.verify = engine, order, params, verify
         self.ranks = ranks
         self.train, self.rules = config.train, BatchRules.of(config)
+        self.refills = config.stop.refills
         self.first_step, self.on_phase = first_step, on_phase
         self.seconds: dict[str, float] = {}
         self._book = Logbook()
@@ -180,12 +181,12 @@ class InlineSource:
         groups = self._collect(step, self.order.take(self.train.prompts_per_step, draws))
         if not self.rules.dynamic_sampling:
             return groups
-        for _ in range(self.train.max_refills):
+        for _ in range(self.refills):
             missing = missing_groups(groups, self.rules, self.train)
             if not missing:
                 return groups
             groups += self._collect(step, self.order.take(missing, draws))
-        require_signal(step, groups, self.rules, self.train)
+        require_signal(step, groups, self.rules, self.refills)
         return groups
 
     def _collect(self, step: int, prompts: list[Prompt]) -> list[Group]:

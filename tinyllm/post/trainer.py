@@ -144,7 +144,7 @@ class Trainer:
         self._log_eval(0, ())
 
     def _count_bad_steps(self, result: UpdateResult, groups: Sequence[Group]) -> None:
-        progress, bound = self.progress, self.config.train.max_bad_steps
+        progress, bound = self.progress, self.config.stop.bad_steps
         progress.non_finite = progress.non_finite + 1 if result.non_finite else 0
         if progress.non_finite >= bound:
             self.save()
@@ -178,7 +178,7 @@ class Trainer:
                 self.keep_best(step)
         else:
             progress.evals_without_best += 1
-        patience = self.config.train.early_stop_evals
+        patience = self.config.stop.evals_without_best
         return bool(patience) and progress.evals_without_best >= patience
 
     def _log_eval(self, step: int, groups: Sequence[Group]) -> float | None:

@@ -23,7 +23,7 @@ HOPS = (
     ("update", ("hashes.weights",)),
 )
 """The hops of a step after sampling, in order, with the metrics that tell of each."""
-NO_CONDITION = ("config.run.dir", "config.run.trackers", "config.run.samples_shown", "config.run.keep_checkpoints")
+NO_CONDITION = ("config.run.dir", "config.run.trackers", "config.run.keep_checkpoints")
 """Options that cannot change what is compared."""
 
 

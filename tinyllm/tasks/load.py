@@ -70,11 +70,11 @@ def load(config: GRPOConfig, tokenizer: Any) -> TaskData:
     bad = BadRows(data.on_bad_row)
     train = list(usable(source.train, source.columns, bad))
     if source.held_out is None:
-        train, held_out = split(train, data.held_out_fraction)
+        train, held_out = split(train, _share(data))
     else:
         held_out = list(usable(source.held_out, source.columns, bad))
         train = disjoint(train, held_out, bad)
-    if config.reward.functions or config.reward.rule or source.verifier:
+    if config.reward.functions or source.verifier:
         faults = self_test(config.reward, source.verifier, [*train, *held_out])
         train, held_out = (
             [row for row, fault in zip(rows, part, strict=True) if bad.keep(fault)]
@@ -88,7 +88,7 @@ def load(config: GRPOConfig, tokenizer: Any) -> TaskData:
     bad.refuse()
     if not sides[0]:
         why = f"; skipped {len(bad.reasons)}, first: {bad.reasons[0]}" if bad.reasons else ""
-        raise DataError(f"{source.name} has no rows to train on{why}; check the file and --data.held_out_fraction")
+        raise DataError(f"{source.name} has no rows to train on{why}; check the file and --data.held_out")
     content = hash_json([[prompt.id for prompt in side] for side in sides])
     return TaskData(source.name, sides[0], sides[1], source.verifier, content, tuple(bad.reasons))
 
@@ -121,7 +121,7 @@ def _source(data: DataConfig) -> _Source:
     recipe = RECIPES.get(data.task)
     columns = {**(recipe.columns if recipe else {}), **data.columns}
     rows = read_file(data.file) if data.file else read_dataset(data.dataset or "")
-    held_out = read_file(data.held_out) if data.held_out else None
+    held_out = read_file(data.held_out) if isinstance(data.held_out, str) else None
     system_prompt = data.system_prompt if data.system_prompt is not None else recipe.system_prompt if recipe else None
     return _Source(
         name=Path(data.file).name if data.file else data.dataset or "",
@@ -143,14 +143,20 @@ def _task(data: DataConfig) -> _Source:
         )
         prompt = data.system_prompt if data.system_prompt is not None else gym.SYSTEM_PROMPT
         return _Source(data.task, train, held_out, {}, "gym", prompt)
-    if data.task != "arithmetic":
+    if data.task.partition(":")[0] != "arithmetic":
         names = [name for name, _ in list_tasks()]
         raise DataError(f"data.task = {data.task!r} is not a task; {nearest(data.task, names)}; see: tinyllm tasks")
-    for field in ("columns", "held_out"):
-        if getattr(data, field):
+    for field, given in (("columns", bool(data.columns)), ("held_out", isinstance(data.held_out, str))):
+        if given:
             raise DataError(f"data.{field} is for your own rows, and task 'arithmetic' is generated; remove it")
-    train, held_out = ([(repr(row["prompt"]), row) for row in rows] for rows in arithmetic.generate(data.arithmetic))
-    return _Source("arithmetic", train, held_out, {}, ARITHMETIC_VERIFIER, data.system_prompt)
+    settings = arithmetic.read_settings(data.task)
+    train, held_out = ([(repr(row["prompt"]), row) for row in rows] for rows in arithmetic.generate(settings))
+    return _Source(data.task, train, held_out, {}, ARITHMETIC_VERIFIER, data.system_prompt)
+
+
+def _share(data: DataConfig) -> float:
+    """Of the rows, how many are kept for evaluation; none with a file of them."""
+    return 0.0 if isinstance(data.held_out, str) else data.held_out
 
 
 def usable(

@@ -95,14 +95,13 @@ class HTTPRolloutClient:
         max_concurrent: int = 64,
         deadline_s: float = 600.0,
         attempts: int = 4,
-        seeds: bool = True,
         probe_prompt: Sequence[int] = (1, 2, 3, 4),
         tokenizer: Any = None,
         vocab_size: int | None = None,
     ) -> HTTPRolloutClient:
         """Ask every server what it can give. Raises EngineError for what cannot be trained on.
 
-        seeds False: send none, for a server that does not survive one. probe_prompt: token ids of the questions.
+        probe_prompt: token ids of the questions.
         """
         urls = [clean_url(url) for url in urls]
         if len(set(urls)) != len(urls) or not urls:
@@ -117,7 +116,6 @@ class HTTPRolloutClient:
                     model=model,
                     prompt=tuple(probe_prompt),
                     key=api_key(),
-                    seeds=seeds,
                     patience=patience,
                 )
                 for url in urls

@@ -289,7 +289,7 @@ class VLLMLora:
 
     def write(self, publication: WeightUpdate, policy: Any) -> None:
         if not hasattr(policy.model, "peft_config"):
-            raise EngineError("engine.publish = lora needs adapters to publish; set lora.rank")
+            raise EngineError("vLLM takes weights as adapters, and there are none to publish; set lora.rank")
         if not publication.path.exists():
             with new_folder(publication.path) as folder:
                 policy.model.save_pretrained(folder, save_embedding_layers=False)

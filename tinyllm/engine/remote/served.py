@@ -9,7 +9,7 @@ from typing import Any
 from tinyllm.config.sections import EngineConfig
 from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.engine.policy import Policy
-from tinyllm.engine.remote.canary import TOLERANCES, Canary, Score
+from tinyllm.engine.remote.canary import Canary, Score, tolerance_of
 from tinyllm.engine.remote.client import HTTPRolloutClient
 from tinyllm.engine.remote.http import RetryPolicy
 from tinyllm.engine.remote.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, WeightTransfer
@@ -19,12 +19,22 @@ from tinyllm.pool.served_workers import Loop, ServedWorker
 from tinyllm.pool.workers import WorkerGroup
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 
-_WAYS: dict[tuple[str, str], type[Any]] = {
-    ("disk", "tinyllm"): TinyllmDisk,
-    ("disk", "sglang"): SGLangDisk,
-    ("lora", "vllm"): VLLMLora,
-}
-_AUTO = {"tinyllm": "disk", "sglang": "disk", "vllm": "lora"}
+_WAYS: dict[str, type[Any]] = {"tinyllm": TinyllmDisk, "sglang": SGLangDisk, "vllm": VLLMLora}
+"""How each kind of server takes weights."""
+_ATTEMPTS = 4
+"""Of one request: enough for a server that restarts, and what ends it is the deadline."""
+
+
+def split_urls(urls: Sequence[str]) -> tuple[list[str], str | None]:
+    """The addresses, and the model's name that stands behind them (http://127.0.0.1:8000#NAME), where one does.
+
+    Raises EngineError for two names: a run samples one model.
+    """
+    parts = [url.partition("#") for url in urls]
+    names = list(dict.fromkeys(name for _, _, name in parts if name))
+    if len(names) > 1:
+        raise EngineError(f"engine.urls name several models ({', '.join(names)}); give one")
+    return [url for url, _, _ in parts], names[0] if names else None
 
 
 class ServedEngine:
@@ -49,12 +59,10 @@ class ServedEngine:
         self.policy, self.ranks = policy, ranks
         self.loop: Loop | None = None
         self.client = HTTPRolloutClient.connect(
-            config.urls,
-            config.model,
+            *split_urls(config.urls),
             max_concurrent=config.max_concurrent,
             deadline_s=config.deadline_s,
-            attempts=config.attempts,
-            seeds=config.seeds,
+            attempts=_ATTEMPTS,
             probe_prompt=prompts[0].token_ids,
             tokenizer=tokenizer,
             vocab_size=policy.vocab_size,
@@ -62,22 +70,19 @@ class ServedEngine:
         self.client.require(prompts, params)
         self.adapters = hasattr(policy.model, "peft_config")
         dtype = str(policy.head_weight.dtype).removeprefix("torch.")
-        tolerance = config.canary_tolerance or TOLERANCES.get(dtype, 0.05)
+        tolerance = tolerance_of(self.client.servers.all[0].facts.server, dtype)
         canary = Canary(prompts[0].token_ids, score, tolerance, tokens=min(16, params.max_new_tokens))
-        patience = RetryPolicy(config.attempts, config.deadline_s)
-        self.publisher = Publisher(self.client.servers, self._way(config), folder or Path(), canary, patience)
+        patience = RetryPolicy(_ATTEMPTS, config.deadline_s)
+        self.publisher = Publisher(self.client.servers, self._way(), folder or Path(), canary, patience)
         # A server of another precision holds other bits of the same weights; there the canary alone must do
         self._same_bits = not self.adapters and all(s.facts.dtype in (None, dtype) for s in self.client.servers.all)
 
-    def _way(self, config: EngineConfig) -> WeightTransfer:
+    def _way(self) -> WeightTransfer:
         kinds = sorted({server.facts.server for server in self.client.servers.all})
         if len(kinds) > 1:
             raise EngineError(f"engine.urls are servers of several kinds ({', '.join(kinds)}); use one kind in a run")
-        name = _AUTO[kinds[0]] if config.publish == "auto" else config.publish
-        way = _WAYS.get((name, kinds[0]))
-        if way is None:
-            raise EngineError(f"engine.publish = {name}: {kinds[0]} takes weights by {_AUTO[kinds[0]]}; choose auto")
-        if name == "lora" and not self.adapters:
+        way = _WAYS[kinds[0]]
+        if way is VLLMLora and not self.adapters:
             raise EngineError(f"{kinds[0]} takes new weights as LoRA adapters; set lora.rank (for example to 16)")
         return way()
 
