@@ -291,7 +291,7 @@ def test_alternatives_that_are_no_numbers_are_refused():
         ({"script": lambda *_: edit_choice(logprobs=None)}, "no log-probabilities"),
         ({"script": lambda *_: edit_choice(token_ids=None)}, "no token ids"),
         ({"script": lambda *_: Reply(400, {"error": "return_token_ids is unknown"})}, "return_token_ids is unknown"),
-        ({"names": ("a", "b")}, "has 2 models \\(a, b\\); name one, as in http://.*#a"),
+        ({"names": ("a", "b")}, "has 2 models \\(a, b\\); name one, as in http://.*#NAME"),
         ({"says": {"/v1/models": Reply(401)}}, "refuses the key; set TINYLLM_API_KEY"),
         ({"says": {"/v1/models": Reply(body={"models": []})}}, "did not answer with a list of models"),
         ({"says": {"/v1/models": Reply(body={"data": [{"id": "m", "owned_by": "me"}]})}}, "calls itself 'me'"),

@@ -15,7 +15,7 @@ from tinyllm.config.sections import DataConfig, GRPOConfig, RewardConfig
 from tinyllm.errors import ConfigError, DataError, RewardError
 from tinyllm.tasks.arithmetic import ArithmeticConfig, generate
 
-LAST = RewardConfig(rule="last_number")
+LAST = RewardConfig(("arithmetic:rule=last_number",))
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +110,33 @@ def test_arithmetic_loads_with_its_own_rule(tokenizer):
     assert prompt.messages == ({"role": "user", "content": prompt.row["prompt"]},)
     assert len({prompt.id for prompt in data.train + data.held_out}) == 681
     assert data.hash == load(tokenizer, reward=RewardConfig()).hash
+
+
+def test_arithmetic_takes_its_settings_behind_its_name(tokenizer):
+    spec = "arithmetic:operators=+|-,operands=2|15,held_out=150,seed=3"
+    data = load(tokenizer, reward=RewardConfig(), task=spec)
+    expected = generate(ArithmeticConfig(("+", "-"), (2, 15), held_out=150, seed=3))
+    assert [[p.row["prompt"] for p in side] for side in (data.train, data.held_out)] == [
+        [row["prompt"] for row in side] for side in expected
+    ]
+    assert data.name == spec
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("operand=1|9", "'arithmetic' has no setting 'operand'; did you mean 'operands'?"),
+        ("operands", "'operands' is not key=value; write arithmetic:key=value"),
+        ("operands=1", "arithmetic.operands = [1]: expected whole number,whole number"),
+        ("operands=1|x", 'arithmetic.operands = "1,x": expected whole number,whole number'),
+        ("operands=-1|9", "arithmetic.operands = -1: must be at least 0; set it to [1, 20], the default"),
+        ("held_out=0", "arithmetic.held_out = 0: must be at least 1"),
+        ("operators=+|/", "arithmetic.operators has '/'; choose from + - *"),
+    ],
+)
+def test_wrong_settings_of_a_task_name_setting_and_remedy(tokenizer, settings, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(tokenizer, reward=RewardConfig(), task=f"arithmetic:{settings}")
 
 
 def test_list_tasks_names_every_task():
