@@ -247,7 +247,7 @@ def test_a_fault_of_ours_keeps_its_traceback(trainer):
 def test_trackers_that_are_missing_are_named(trainer, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(["grpo", "--trackers", "wandb"]) == 2
-    assert "run.trackers = wandb: wandb is not installed; pip install 'tinyllm[track]'" in capsys.readouterr().err
+    assert "run.trackers = wandb needs wandb; pip install 'tinyllm[track]'" in capsys.readouterr().err
 
 
 def test_a_tracker_gets_the_numbers(monkeypatch, tmp_path):

@@ -84,7 +84,7 @@ def test_more_tokens_than_positions(capsys, folder):
 def test_without_the_extra(capsys, monkeypatch, folder):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
-    assert "tinyllm serve needs uvicorn: pip install 'tinyllm[serve]'" in fails(capsys, folder, "--port", 0)
+    assert "tinyllm serve needs uvicorn; pip install 'tinyllm[serve]'" in fails(capsys, folder, "--port", 0)
 
 
 def test_keys_are_compared_whole():

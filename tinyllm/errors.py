@@ -5,6 +5,8 @@ The command line prints `error: <message>` and leaves with the class's exit code
 
 from __future__ import annotations
 
+import importlib.util
+
 
 class TinyLLMError(Exception):
     """Base of the family: an expected failure with a message fit for a user."""
@@ -34,6 +36,10 @@ class RewardError(UserError):
     """A reward function or verifier that cannot be built or breaks its contract (as by a wrong count)."""
 
 
+class MissingExtra(UserError):
+    """A package that only some users need, and that is not installed."""
+
+
 class EngineError(TinyLLMError):
     """The sampler cannot do what was asked (memory bound, missing ids or log-probabilities)."""
 
@@ -44,3 +50,30 @@ class RunError(UserError):
 
 class TrainingStopped(TinyLLMError):
     """Training cannot go on (three non-finite steps in a row, no group with signal); what was done is saved."""
+
+
+EXTRAS = {
+    "cluster": ("ray",),
+    "data": ("datasets",),
+    "gym": ("reasoning_gym", "magiccube"),
+    "json": ("re2", "jsonschema"),
+    "lora": ("peft",),
+    "math": ("math_verify",),
+    "remote": ("httpx2",),
+    "report": ("matplotlib", "plotly"),
+    "serve": ("starlette", "uvicorn", "prometheus_client"),
+    "track": ("tensorboard", "trackio", "wandb"),
+}
+"""Extra of the package -> the modules that it installs and that are imported only where it is needed."""
+
+
+def require_extra(extra: str, what: str, *modules: str) -> None:
+    """Raises MissingExtra when a module of an extra (or of `modules`, some of them) is missing.
+
+    what: who needs it, as in "verifier 'math'".
+    """
+    assert set(modules) <= set(EXTRAS[extra])
+    missing = [name for name in modules or EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(name.replace("_", "-") for name in missing)
+        raise MissingExtra(f"{what} needs {names}; pip install 'tinyllm[{extra}]'")

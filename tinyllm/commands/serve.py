@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
 
-from tinyllm.errors import ConfigError, ModelError
+from tinyllm.errors import ConfigError, ModelError, require_extra
 from tinyllm.serve.access import ADMIN_KEY, API_KEY, key_of, require_key
 
-NEEDED = ("starlette", "uvicorn", "prometheus_client")
-"""What the extra `serve` installs."""
 _MAX_LENGTH = 1024
 """Default bound on prompt and completion; the model's own may be far more than a key-value cache has room for."""
 
@@ -25,8 +22,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     admin_key = key_of("--admin-key", given.admin_key, ADMIN_KEY)
     _check(given)
     require_key(given.host, api_key)
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"tinyllm serve needs {' and '.join(missing)}: pip install 'tinyllm[serve]'")
+    require_extra("serve", "tinyllm serve")
     return _serve(given, api_key, admin_key)
 
 

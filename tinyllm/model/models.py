@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from tinyllm.errors import ConfigError, DataError, ModelError
+from tinyllm.errors import ConfigError, DataError, ModelError, require_extra
 from tinyllm.model.bundled import BUNDLED, bundled_model, cached, quiet_transformers
 from tinyllm.model.memory import memory_estimate, native_bf16, require_memory
 from tinyllm.record.files import new_folder
@@ -272,13 +272,11 @@ def apply_template(
 
     Raises DataError when the template refuses it.
     """
-    from jinja2 import TemplateError
-
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=ending == "asked", continue_final_message=ending == "open"
         )
-    except (TemplateError, ValueError, TypeError) as error:
+    except Exception as error:  # a template is the model author's program, which may raise anything
         raise DataError(f"the model's chat template refuses the prompt: {error}") from error
 
 
@@ -315,6 +313,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float = 16.0, targets: Se
     targets: names of linear layers; empty = all but the head. Returns a peft.PeftModel in eval mode; the base with the
     adapters off is the start policy. Raises ModelError for names the model does not have, and for tied embeddings.
     """
+    require_extra("lora", f"lora.rank = {rank}")
     from peft import LoraConfig, get_peft_model
 
     tied = {"lm_head", "embed_tokens", "wte"} & set(targets)

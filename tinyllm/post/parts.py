@@ -14,6 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from tinyllm.distributed.ranks import Ranks, current_ranks
 from tinyllm.engine.head import score
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.probe import probe
-from tinyllm.errors import ConfigError, RunError, TinyLLMError, TrainingStopped
+from tinyllm.errors import ConfigError, MissingExtra, RunError, TinyLLMError, TrainingStopped
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory, memory_estimate, require_memory
 from tinyllm.post.objectives import objective_of
@@ -263,8 +264,6 @@ class Parts(ABC):
         return result
 
     def _finish(self, run: RunDir, trainer: Trainer) -> RunResult:
-        from tinyllm.view.plot import write_report
-
         self.phase("saving the model")
         self._save_model(run, "model")
         if trainer.progress.best_step == trainer.progress.step:  # then model/ is the best, and best/ an older one
@@ -275,13 +274,24 @@ class Parts(ABC):
             run_dir=run.path,
             before=evals[0] if evals else None,
             after=evals[-1] if evals else None,
-            plot=self.ranks.on_main(lambda: write_report(run)),
+            plot=self.ranks.on_main(lambda: _picture(run)),
             model_dir=run.path / "model",
             best_step=trainer.progress.best_step,
         )
 
     def _save_model(self, run: RunDir, name: str) -> None:
         self.ranks.on_main(lambda: models.save_model(self.policy.model, self.tokenizer, run.path / name))
+
+
+def _picture(run: RunDir) -> Path | None:
+    """report.png, where what draws it is installed: a run does not fail at its end for want of a picture."""
+    from tinyllm.view.plot import write_report
+
+    try:
+        return write_report(run)
+    except MissingExtra as error:
+        log.warning("%s", error)
+        return None
 
 
 def _agreed(ranks: Ranks, evaluate: Evaluate) -> Evaluate:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinyllm.errors import DataError
+from tinyllm.errors import DataError, require_extra
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".parquet")
@@ -72,10 +72,9 @@ def read_dataset(spec: str) -> Iterator[tuple[str, Row]]:
 
     Code of the data set's authors is never run. Raises DataError when it cannot be loaded.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"data.dataset = {spec!r} needs the package `datasets`; pip install datasets") from None
+    require_extra("data", f"data.dataset = {spec!r}")
+    import datasets
+
     name, _, rest = spec.partition(":")
     config, _, split = rest.partition(":")
     try:

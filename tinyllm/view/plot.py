@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tinyllm.errors import require_extra
 from tinyllm.record.files import write_atomic
 from tinyllm.record.rundir import RunDir
 from tinyllm.stats import held_out_score, score_kind
@@ -37,6 +38,7 @@ Rows = Sequence[dict[str, Any]]
 
 def write_report(run: RunDir) -> Path:
     """Draw report.png of a run, finished or not, and return its path. Raises RunError when it has no metrics."""
+    require_extra("report", "report.png", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

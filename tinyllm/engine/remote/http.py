@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tinyllm.errors import require_extra
+
 if TYPE_CHECKING:
     import httpx2
 
@@ -58,6 +60,7 @@ class Http:
     """Connections of one event loop."""
 
     def __init__(self) -> None:
+        require_extra("remote", "a model server")
         self._clients: dict[bool, httpx2.AsyncClient] = {}
 
     async def ask(self, method: str, url: str, body: Any = None, *, timeout_s: float, key: str = "") -> Any:
