@@ -17,7 +17,6 @@ from tinyllm.config.io import (
     load_toml,
     make_config,
     overlay,
-    parse_overrides,
     to_dict,
     to_toml,
     value_of,
@@ -25,6 +24,7 @@ from tinyllm.config.io import (
 from tinyllm.config.old import MOVED, upgrade
 from tinyllm.config.options import options
 from tinyllm.config.sections import CONFIGS, SHORTCUTS, GRPOConfig, LoraConfig, SFTConfig
+from tinyllm.config.words import NoArguments, parse_words
 from tinyllm.errors import ConfigError
 from tinyllm.evals.config import SuiteConfig
 from tinyllm.record.hashing import hash_bytes, hash_file, hash_json, hash_tensor, hash_tensors
@@ -33,8 +33,12 @@ from tinyllm.record.rundir import RunDir
 RECORDED = Path(__file__).parent / "data" / "recorded"
 
 
+def flat_options(words: list[str], kind: type = GRPOConfig) -> dict[str, object]:
+    return parse_words(words, NoArguments, kind, "tinyllm grpo")[1]
+
+
 def from_words(line: str) -> GRPOConfig:
-    return overlay(GRPOConfig(), parse_overrides(line.split()))
+    return overlay(GRPOConfig(), flat_options(line.split()))
 
 
 def test_defaults_are_valid():
@@ -238,7 +242,7 @@ def test_choices_are_those_of_the_objective():
 @pytest.mark.parametrize("name", ["model", "data", "data.held_out", "run.dir", "reference"])
 def test_an_empty_value_is_never_taken_for_not_set(name):
     """As from an unset variable of the shell: --data "$FILE" must not train on another task."""
-    for make in (lambda: overlay(GRPOConfig(), parse_overrides([f"--{name}", ""])), lambda: make_config(**{name: ""})):
+    for make in (lambda: overlay(GRPOConfig(), flat_options([f"--{name}", ""])), lambda: make_config(**{name: ""})):
         with pytest.raises(ConfigError, match="must not be empty; give a value or leave it out"):
             make()
 
@@ -292,7 +296,7 @@ def test_an_old_option_says_what_is_written_now(name, tmp_path):
         nested = {part: nested}
     said = f"option {name!r} {MOVED[name]}"
     for write in (
-        lambda: parse_overrides([f"--{name}", "1"], kind),
+        lambda: flat_options([f"--{name}", "1"], kind),
         lambda: load_toml(tmp_path / "old.toml", kind()),
         lambda: make_config(kind(), **nested),
     ):

@@ -214,7 +214,7 @@ def test_reserved_names_are_refused():
 
 
 def test_an_argument_that_is_no_column_is_found_before_training():
-    with pytest.raises(RewardError, match="needs 'anwser', which is no column of the data; nearest: 'answer'"):
+    with pytest.raises(RewardError, match="needs 'anwser', which is no column of the data; did you mean 'answer'"):
         make_verify(RewardConfig(functions=(lambda completions, anwser: [1],)), data(prompt()))
 
 
@@ -258,16 +258,16 @@ def test_a_gate_needs_something_behind_it():
     ("config", "words"),
     [
         ({"functions": ("nowhere_module:f",)}, "no module 'nowhere_module'"),
-        ({"functions": ("arithmetc",)}, "verifier 'arithmetc' is unknown; nearest: 'arithmetic'"),
+        ({"functions": ("arithmetc",)}, "verifier 'arithmetc' is unknown; did you mean 'arithmetic'"),
         ({"functions": ("json:nothing=1",)}, "json"),
-        ({"functions": ("arithmetic:rul=tag",)}, "has no setting 'rul'; nearest: 'rule'"),
+        ({"functions": ("arithmetic:rul=tag",)}, "has no setting 'rul'; did you mean 'rule'"),
         ({"functions": ("arithmetic:rule=tags",)}, "choose one of"),
         ({"functions": ("arithmetic:abs_tol=-1",)}, "abs_tol = '-1'"),
-        ({"functions": ("os.path:joinn",)}, "nearest: 'join'"),
+        ({"functions": ("os.path:joinn",)}, "did you mean 'join'"),
         ({"functions": ("os.path:sep",)}, "cannot be called"),
         ({"functions": ("os.path:join",), "weights": (1.0, 2.0)}, "2 numbers for 1 functions"),
         ({"functions": ("arithmetic:rule=first_number",)}, "choose one of"),
-        ({"functions": ('{"family": "arithmetik"}',)}, "nearest: 'arithmetic'"),
+        ({"functions": ('{"family": "arithmetik"}',)}, "did you mean 'arithmetic'"),
     ],
 )
 def test_wrong_specs_are_refused_with_the_remedy(config, words):

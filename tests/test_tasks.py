@@ -215,7 +215,7 @@ def test_held_out_file_must_not_share_prompts(tokenizer, tmp_path):
         (["[1]"], "row 1 of rows.jsonl is list, not an object"),
         (
             [{"prompt": "a", "answer": "1"}, {"promt": "b", "answer": "2"}],
-            "row 2 of rows.jsonl has no column 'prompt'; nearest: 'promt'",
+            "row 2 of rows.jsonl has no column 'prompt'; did you mean 'promt'",
         ),
         ([{"prompt": " ", "answer": "1"}], "row 1 of rows.jsonl has an empty prompt"),
         ([{"prompt": None, "answer": "1"}], "row 1 of rows.jsonl has no prompt"),
@@ -248,7 +248,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(tokenizer, tmp_path):
         ({"file": "nowhere.jsonl"}, "does not exist"),
         ({"file": "rows.csv"}, "suffix .csv"),
         ({"file": "a.jsonl", "dataset": "b"}, "both given"),
-        ({"task": "arithmetics"}, "nearest: 'arithmetic'"),
+        ({"task": "arithmetics"}, "did you mean 'arithmetic'"),
         ({"task": "gsm8k"}, "is a recipe for a file"),
         ({"columns": {"prompt": "x"}}, "data.columns is for your own rows"),
     ],
@@ -259,7 +259,7 @@ def test_wrong_sources_are_refused(tokenizer, data, words):
 
 
 def test_missing_mapped_column_names_the_nearest(tokenizer, tmp_path):
-    with pytest.raises(DataError, match="no column 'qustion' \\(mapped to 'prompt'\\); nearest: 'question'"):
+    with pytest.raises(DataError, match="no column 'qustion' \\(mapped to 'prompt'\\); did you mean 'question'"):
         load(tokenizer, file=jsonl(tmp_path, rows(3)), columns={"prompt": "qustion"})
 
 

@@ -5,7 +5,9 @@ The command line prints `error: <message>` and leaves with the class's exit code
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+from collections.abc import Iterable
 
 
 class TinyLLMError(Exception):
@@ -77,3 +79,16 @@ def require_extra(extra: str, what: str, *modules: str) -> None:
     if missing:
         names = " and ".join(name.replace("_", "-") for name in missing)
         raise MissingExtra(f"{what} needs {names}; pip install 'tinyllm[{extra}]'")
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that is most like this one, where one is."""
+    found = difflib.get_close_matches(name[:100], list(known), 1, cutoff)
+    return found[0] if found else None
+
+
+def nearest(name: str, known: Iterable[str], there: str = "there is") -> str:
+    """The end of a message about an unknown name: the one that may be meant, or all of them."""
+    names = list(known)
+    close = closest(name, names, cutoff=0.5)
+    return f"did you mean {close!r}?" if close else f"{there}: {', '.join(names) or 'nothing'}"

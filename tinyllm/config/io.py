@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tinyllm.config.options import (
     coerce,
-    describe_type,
     nearest_name,
     options,
-    parse_text,
-    plain_type,
     resolve_name,
     show_value,
     unknown_option,
@@ -258,31 +255,3 @@ def load_toml(path: str | Path, base: Any = None) -> Any:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"--config {path}: {reason}; give a TOML file") from None
     return from_toml(text, base, where=str(path))
-
-
-def parse_overrides(words: Sequence[str], kind: Any = GRPOConfig) -> dict[str, Any]:
-    """Command-line words `--section.field value` (or `--section.field=value`) as dotted name -> checked value.
-
-    A bare `--flag` sets a true|false option. Raises ConfigError.
-    """
-    known = options(kind)
-    flat: dict[str, Any] = {}
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        if not word.startswith("--"):
-            raise ConfigError(
-                f"unexpected {word!r}; options are written --name value (see: tinyllm {kind.kind} --help)"
-            )
-        name, equals, text = word[2:].partition("=")
-        full = name if name == "data" else resolve_name(name, kind)
-        if not equals:
-            if queue and not queue[0].startswith("--"):
-                text = queue.pop(0)
-            elif full != "data" and plain_type(known[full].type)[0] is bool:
-                text = "true"
-            else:
-                hint = "file or dataset" if full == "data" else describe_type(known[full].type)
-                raise ConfigError(f"--{name} needs a value ({hint})")
-        flat |= shortcut("data", text) if full == "data" else {full: parse_text(known[full], text)}
-    return flat

@@ -5,23 +5,22 @@ A mistake raises ConfigError in one line: the field, the value, and the remedy.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from tinyllm.config.old import MOVED
 from tinyllm.config.sections import SHORTCUTS, GRPOConfig
-from tinyllm.errors import ConfigError
+from tinyllm.errors import ConfigError, closest, nearest
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -31,11 +30,20 @@ class Option:
     """One leaf of a configuration class."""
 
     name: str
-    """Dotted: sampling.group_size."""
+    """Dotted: sampling.group_size; of a command's own arguments as it is typed: --max-batch."""
     type: Any
     default: Any
-    help: str
-    bounds: Mapping[str, float]
+    """... where one must be given."""
+    help: str = ""
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    may_be_empty: bool = True
+    place: bool = False
+    short: str = ""
+    shown: str = ""
+
+    def told(self, value: Any) -> str:
+        """The option with a value, as it stands in a message."""
+        return f"{self.name} {to_text(value)}" if self.name.startswith("-") else f"{self.name} = {show_value(value)}"
 
 
 @cache
@@ -52,7 +60,19 @@ def _leaves(default: Any, prefix: str) -> dict[str, Option]:
         if is_dataclass(value):
             found |= _leaves(value, name + ".")
         else:
-            found[name] = Option(name, types_[item.name], value, item.metadata["help"], item.metadata["bounds"])
+            found[name] = Option(name, types_[item.name], value, **item.metadata)
+    return found
+
+
+@cache
+def settings(kind: Any) -> dict[str, Option]:
+    """The fields of a flat dataclass by name: the settings of a spec, or a command's own arguments."""
+    types_ = typing.get_type_hints(kind)
+    found = {}
+    for item in fields(kind):
+        default = item.default if item.default is not MISSING else ...
+        default = item.default_factory() if item.default_factory is not MISSING else default
+        found[item.name] = Option(item.name, types_[item.name], default, **item.metadata)
     return found
 
 
@@ -92,13 +112,14 @@ def nearest_name(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig)
     by_leaf: dict[str, str] = {}
     for full in known:
         by_leaf.setdefault(full.rpartition(".")[2], full)
-    for wanted, pool in ((name, {n: n for n in known}), (leaf, by_leaf)):
-        if close := difflib.get_close_matches(wanted, pool, n=1, cutoff=0.72 if pool is by_leaf else 0.8):
-            return f"did you mean {pool[close[0]]!r}?"
-    sections = {full.rpartition(".")[0] for full in known}
-    if close := difflib.get_close_matches(name.partition(".")[0], sections - {""}, n=1):
-        inside = [full.rpartition(".")[2] for full in known if full.startswith(close[0] + ".")]
-        return f"[{close[0]}] has: {', '.join(inside)}"
+    if close := closest(name, known, cutoff=0.8):
+        return f"did you mean {close!r}?"
+    if close := closest(leaf, by_leaf, cutoff=0.72):
+        return f"did you mean {by_leaf[close]!r}?"
+    sections = {full.rpartition(".")[0] for full in known} - {""}
+    if section := closest(name.partition(".")[0], sections):
+        inside = [full.rpartition(".")[2] for full in known if full.startswith(section + ".")]
+        return f"[{section}] has: {', '.join(inside)}"
     return f"see: tinyllm {kind.kind} --help"
 
 
@@ -141,7 +162,7 @@ def coerce(option: Option, value: Any) -> Any:
     try:
         result = _coerce(hint, value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{option.name} = {show_value(value)}: expected {describe_type(hint)}") from None
+        raise ConfigError(f"{option.told(value)}: expected {describe_type(hint)}") from None
     for item in result if isinstance(result, tuple) else (result,):
         _check_bounds(option, item)
     return result
@@ -187,20 +208,19 @@ def _first_that_fits(kinds: Sequence[Any], convert: Callable[[Any], Any]) -> Any
 def _check_bounds(option: Option, value: Any) -> None:
     words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{option.name} = {value}: must be a finite number")
+        raise ConfigError(f"{option.told(value)}: must be a finite number")
     if isinstance(value, str) and not _is_text(value):
         raise ConfigError(f"{option.name} = {value!a}: has bytes that are not UTF-8 text; rename or rewrite it")
-    if value == "" and option.name != "data.system_prompt":  # as from an unset shell variable; never "not set"
+    if value == "" and not option.may_be_empty:  # as from an unset shell variable; never "not set"
         raise ConfigError(f'{option.name} = "": must not be empty; give a value or leave it out')
     if isinstance(value, str):  # of an option that is a number or a text
         return
     for bound, limit in option.bounds.items():
         holds = {"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound]
         if not holds:
-            remedy = (
-                f"set it to {show_value(option.default)}, the default" if option.default is not None else "leave it out"
-            )
-            raise ConfigError(f"{option.name} = {show_value(value)}: must be {words[bound]} {limit:g}; {remedy}")
+            given = option.default not in (None, ...)
+            remedy = f"set it to {show_value(option.default)}, the default" if given else "leave it out"
+            raise ConfigError(f"{option.told(value)}: must be {words[bound]} {limit:g}; {remedy}")
 
 
 def _is_text(value: str) -> bool:
@@ -238,40 +258,59 @@ def parse_text(option: Option, text: str) -> Any:
     try:
         return coerce(option, _parse(hint, text))
     except ValueError:
-        raise ConfigError(f"{option.name} = {show_value(text)}: expected {describe_type(hint)}") from None
+        raise ConfigError(f"{option.told(text)}: expected {describe_type(hint)}") from None
 
 
-def read_settings(base: Any, spec: str) -> Any:
-    """`base`, a frozen dataclass of options, with the settings of a spec in place.
+Settings = TypeVar("Settings")
 
-    A spec is "name" or "name:key=value,key=value"; elements of a list are separated by |. Raises ConfigError naming the
-    setting, the value and the remedy.
+
+def read_settings(kind: type[Settings], given: Mapping[str, Any], name: str) -> Settings:
+    """The frozen dataclass of a spec's settings: values as JSON has them, or texts (elements of a list between |).
+
+    Raises ConfigError naming the setting, the value and the remedy.
     """
-    family, _, rest = spec.partition(":")
-    known = _leaves(base, "")
-    changes = {}
+    known = settings(kind)
+    values = {}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"{name!r} has no setting {key!r}; {nearest(key, known)}")
+        values[key] = read_setting(replace(known[key], name=f"{name}.{key}"), value)
+    return kind(**values)
+
+
+def read_setting(option: Option, value: Any) -> Any:
+    """One setting of a spec, from a text or a value as JSON has it. Raises ConfigError."""
+    if not isinstance(value, str):
+        return coerce(option, value)
+    hint, optional = plain_type(option.type)
+    if optional and not value:
+        return None
+    text = value
+    if get_origin(hint) is not tuple:
+        return parse_text(option, text)
+    args = get_args(hint)
+    try:
+        return coerce(option, [_parse(args[0], item) for item in text.split("|") if item])
+    except ValueError:
+        raise ConfigError(f"{option.told(text)}: expected {describe_type(hint)}") from None
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, str]]:
+    """ "name:key=value,key=value" as (name, settings). Raises ConfigError."""
+    name, _, rest = spec.partition(":")
+    found = {}
     for item in filter(None, rest.split(",")):
-        key, equals, text = item.partition("=")
+        key, equals, value = item.partition("=")
         if not equals:
-            raise ConfigError(f"{spec!r}: {item!r} is not key=value; write {family}:key=value,key=value")
-        if key.strip() not in known:
-            raise ConfigError(f"{family!r} has no setting {key.strip()!r}; {nearest(key.strip(), known)}")
-        option = known[key.strip()]
-        listed = get_origin(plain_type(option.type)[0]) is tuple
-        named = replace(option, name=f"{family}.{option.name}")
-        changes[option.name] = parse_text(named, text.replace("|", ",") if listed else text)
-    return replace(base, **changes)
-
-
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """The end of an error message about a name that is none of the known: the nearest of these, or all."""
-    names = list(known)
-    close = difflib.get_close_matches(name[:100], names, 1, cutoff)
-    return f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(names)}"
+            raise ConfigError(f"{spec!r}: {item!r} is not key=value; write {name}:key=value,key=value")
+        found[key.strip()] = value
+    return name.strip(), found
 
 
 def split_list(text: str) -> list[str]:
     """The elements of a,b,c. A key=value belongs to the spec before it: math:rule=boxed,units=waive is one element."""
+    if text.startswith("{"):  # a spec as JSON
+        return [text]
     found: list[str] = []
     for part in text.split(",") if text else ():
         if found and ":" in found[-1] and _SETTING.match(part):

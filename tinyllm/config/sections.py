@@ -19,10 +19,21 @@ def opt(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    may_be_empty: bool = False,
+    place: bool = False,
+    short: str = "",
+    shown: str = "",
 ) -> Any:
-    """A dataclass field with its one-line description and bounds (of every element, when it is a tuple)."""
+    """A dataclass field with its one-line description and bounds (of every element, when it is a tuple).
+
+    may_be_empty: "" is a value, and no slip of the shell. Of a command's own arguments: place, it is told by its place
+    instead of its name (a default of ... must be given); short, another name of one letter; shown, its value in help.
+    """
     bounds = {name: value for name, value in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if value is not None}
-    metadata = {"help": help, "bounds": bounds}
+    metadata = {"help": help, "bounds": bounds, "may_be_empty": may_be_empty}
+    metadata |= {"place": place, "short": short, "shown": shown}
+    if default is ...:
+        return field(metadata=metadata)
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -57,7 +68,7 @@ class DataConfig:
     dataset: str | None = opt(None, "your own rows from `datasets`: name, name:config or name:config:split")
     columns: Mapping[str, str] = opt({}, "our column = yours, for example prompt=question,answer=solution")
     prompt_rule: Literal["auto", "chat", "raw"] = opt("auto", "chat template or raw text; auto = chat if there is one")
-    system_prompt: str | None = opt(None, "system message put before every chat prompt")
+    system_prompt: str | None = opt(None, "system message put before every chat prompt", may_be_empty=True)
     seed: int | None = opt(None, "seed of the order of prompts only; not set = the run's seed", ge=0)
     held_out: float | str = opt(0.1, "kept for evaluation: a share of your rows, or a file of rows", ge=0, lt=1)
     max_prompt_tokens: int = opt(512, "longest prompt, template included", ge=1)
@@ -245,7 +256,7 @@ class ExampleDataConfig:
     dataset: str | None = opt(None, "your rows from `datasets`: name, name:config or name:config:split")
     columns: Mapping[str, str] = opt({}, "our column = yours, for example prompt=question,completion=answer")
     prompt_rule: Literal["auto", "chat", "raw"] = opt("auto", "chat template or raw text; auto = chat if there is one")
-    system_prompt: str | None = opt(None, "system message put before every chat prompt")
+    system_prompt: str | None = opt(None, "system message put before every chat prompt", may_be_empty=True)
     seed: int | None = opt(None, "seed of the order of rows only; not set = the run's seed", ge=0)
     held_out: float | str = opt(0.1, "kept for evaluation: a share of your rows, or a file of rows", ge=0, lt=1)
     max_tokens: int = opt(1024, "longest row: prompt and completion together", ge=2)

@@ -12,13 +12,13 @@ from typing import Any
 
 from tinyllm import rewards, stats, tasks
 from tinyllm.config.sections import DataConfig, GRPOConfig, RewardConfig
-from tinyllm.errors import ConfigError, DataError
+from tinyllm.errors import ConfigError, DataError, nearest
 from tinyllm.evals.config import SuiteConfig
 from tinyllm.model import models
 from tinyllm.post.run import verifier_hash
 from tinyllm.record.hashing import hash_json
 from tinyllm.records import Prompt
-from tinyllm.tasks.files import nearest
+from tinyllm.tasks.files import COLUMNS
 from tinyllm.tasks.recipes import RECIPES
 
 NO_LIMIT = 2**31
@@ -128,7 +128,7 @@ def cluster_labels(prompts: Sequence[Prompt], column: str | None) -> dict[str, H
     for prompt in prompts:
         if column is not None and column not in prompt.row:
             raise DataError(
-                f"--clusters {column}: prompt {prompt.id} has no such column; {nearest(column, list(prompt.row))}"
+                f"--clusters {column}: prompt {prompt.id} has no such column; {nearest(column, prompt.row, COLUMNS)}"
             )
         labels[prompt.id] = hash_json(prompt.row["prompt"] if column is None else prompt.row[column])
     return labels

@@ -6,7 +6,6 @@ code from the model's folder, no quantized weights, no weights that are missing 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from tinyllm.errors import ConfigError, DataError, ModelError, require_extra
+from tinyllm.errors import ConfigError, DataError, ModelError, closest, require_extra
 from tinyllm.model.bundled import BUNDLED, bundled_model, cached, quiet_transformers
 from tinyllm.model.memory import memory_estimate, native_bf16, require_memory
 from tinyllm.record.files import new_folder
@@ -64,9 +63,9 @@ def resolve(name: str) -> Path | str:
         raise ModelError(f"model {name!r} is a file; name the folder that holds config.json and *.safetensors")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise ModelError(f"model folder {name!r} does not exist; check the path, or see `tinyllm models`")
-    near = difflib.get_close_matches(name.lower(), BUNDLED, n=1)
+    near = closest(name.lower(), BUNDLED)
     if near and "/" not in name:
-        raise ModelError(f"unknown model {name!r}; did you mean {near[0]!r}?")
+        raise ModelError(f"unknown model {name!r}; did you mean {near!r}?")
     return name
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tinyllm.config.options import read_settings as read_spec
+from tinyllm.config.options import read_settings, split_spec
 from tinyllm.config.sections import opt
 from tinyllm.errors import ConfigError
 
@@ -37,9 +37,10 @@ class ArithmeticConfig:
     seed: int = opt(0, "which prompts are kept; independent of the run's seed, so runs are comparable", ge=0)
 
 
-def read_settings(spec: str) -> ArithmeticConfig:
+def read_spec(spec: str) -> ArithmeticConfig:
     """The settings of a spec, "arithmetic" or "arithmetic:key=value,key=value". Raises ConfigError."""
-    return read_spec(ArithmeticConfig(), spec)
+    name, given = split_spec(spec)
+    return read_settings(ArithmeticConfig, given, name)
 
 
 def pairs(config: ArithmeticConfig) -> Iterator[tuple[str, int, int, int]]:

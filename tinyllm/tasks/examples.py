@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.config.sections import DPOConfig, SFTConfig
-from tinyllm.errors import DataError, ModelError, RunError
+from tinyllm.errors import DataError, ModelError, RunError, nearest
 from tinyllm.model.models import apply_template, load_config, render, stop_token_ids, tokenizer_hash
 from tinyllm.record.hashing import hash_json
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
-from tinyllm.tasks.files import Row, check_prompt, check_text, nearest, read_dataset, read_file
+from tinyllm.tasks.files import COLUMNS, Row, check_prompt, check_text, read_dataset, read_file
 from tinyllm.tasks.load import BadRows, disjoint, prompt_key, split, usable
 
 GIVEN = Revision(0, "given")
@@ -211,7 +211,7 @@ def _check_pair(row: Row, place: str) -> None:
 def _check_completion(row: Row, place: str, name: str) -> None:
     """The column as text; a list with one assistant message is its content. Raises DataError."""
     if name not in row:
-        raise DataError(f"{place} has no column {name!r}; {nearest(name, list(row))}; map one with --data.columns")
+        raise DataError(f"{place} has no column {name!r}; {nearest(name, row, COLUMNS)}; map one with --data.columns")
     value = row[name]
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         if value[0].get("role") != "assistant":

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.config.sections import DataConfig, GRPOConfig
-from tinyllm.errors import DataError
+from tinyllm.errors import DataError, nearest
 from tinyllm.record.hashing import hash_json
 from tinyllm.records import Prompt
 from tinyllm.rewards import self_test
 from tinyllm.rewards.gym.checks import CHECKS
 from tinyllm.tasks import arithmetic, gym
-from tinyllm.tasks.files import Row, check_prompt, nearest, read_dataset, read_file, rename
+from tinyllm.tasks.files import Row, check_prompt, read_dataset, read_file, rename
 from tinyllm.tasks.recipes import RECIPES
 
 ARITHMETIC_VERIFIER = "arithmetic:rule=last_number"
@@ -153,7 +153,7 @@ def _task(data: DataConfig) -> _Source:
     for field, given in (("columns", bool(data.columns)), ("held_out", isinstance(data.held_out, str))):
         if given:
             raise DataError(f"data.{field} is for your own rows, and task 'arithmetic' is generated; remove it")
-    settings = arithmetic.read_settings(data.task)
+    settings = arithmetic.read_spec(data.task)
     train, held_out = ([(repr(row["prompt"]), row) for row in rows] for rows in arithmetic.generate(settings))
     return _Source(data.task, train, held_out, {}, ARITHMETIC_VERIFIER, data.system_prompt)
 
