@@ -70,7 +70,7 @@ def test_help_of_each_command(name, capsys, monkeypatch):
     command = COMMANDS[name]
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(command.about) and f"example: {command.example}" in out
+    assert " ".join(out.split()).startswith(command.about) and f"example: {command.example}" in out
     assert f"\n  tinyllm {name}" in out and max(map(len, out.splitlines())) <= 100
     for option in own_options(command.own).values():
         assert option.name in out and 5 < len(option.help) < 101

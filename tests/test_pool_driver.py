@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 import threading
 from collections import Counter
 from concurrent.futures import Future
@@ -315,8 +315,7 @@ def test_bad_configurations_are_one_line(capsys, tmp_path, words, said):
 
 
 def test_without_ray_the_remedy_is_named(home, tmp_path, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
+    monkeypatch.setitem(sys.modules, "ray", None)
     config = tiny.config(home / "model", home / "rows.jsonl", tmp_path / "run", pool={"engines": 1})
     with pytest.raises(MissingExtra, match=r"needs ray; pip install 'tinyllm\[cluster\]'"):
         runs.train(config, reward=tiny.many_digits)

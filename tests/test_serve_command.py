@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import json
 import os
 import signal
@@ -82,8 +81,7 @@ def test_more_tokens_than_positions(capsys, folder):
 
 
 def test_without_the_extra(capsys, monkeypatch, folder):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "tinyllm serve needs uvicorn; pip install 'tinyllm[serve]'" in fails(capsys, folder, "--port", 0)
 
 

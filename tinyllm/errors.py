@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import sys
 from collections.abc import Iterable
 
 
@@ -69,13 +70,20 @@ EXTRAS = {
 """Extra of the package -> the modules that it installs and that are imported only where it is needed."""
 
 
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    return importlib.util.find_spec(module) is not None
+
+
 def require_extra(extra: str, what: str, *modules: str) -> None:
     """Raises MissingExtra when a module of an extra (or of `modules`, some of them) is missing.
 
     what: who needs it, as in "verifier 'math'".
     """
     assert set(modules) <= set(EXTRAS[extra])
-    missing = [name for name in modules or EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    missing = [name for name in modules or EXTRAS[extra] if not is_installed(name)]
     if missing:
         names = " and ".join(name.replace("_", "-") for name in missing)
         raise MissingExtra(f"{what} needs {names}; pip install 'tinyllm[{extra}]'")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinyllm.errors import EXTRAS
+from tinyllm.errors import EXTRAS, is_installed
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def _model() -> MachineCheck:
 def _extras() -> list[MachineCheck]:
     found = []
     for extra, modules in EXTRAS.items():
-        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        missing = [name for name in modules if not is_installed(name)]
         if missing:
             detail = f"not installed: {', '.join(missing)}"
             found.append(MachineCheck("note", f"extra: {extra}", detail, f"pip install 'tinyllm[{extra}]'"))

@@ -56,7 +56,7 @@ def command_help(name: str, command: Command) -> str:
     usage = " ".join([f"tinyllm {name}", *places, *(["[--name VALUE ...]"] if len(known) > len(places) else [])])
     if command.kind is not None:
         usage += " [--section.option VALUE ...]"
-    lines = [command.about, "", f"  {usage}", f"  example: {command.example}"]
+    lines = [textwrap.fill(command.about, width()), "", f"  {usage}", f"  example: {command.example}"]
     lines += ["", *_filled(command.more)] if command.more else []
     rows = [row for option in known.values() for row in _own_row(option)]
     lines += ["", table(rows, indent=2)] if rows else []
