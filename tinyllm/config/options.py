@@ -64,7 +64,6 @@ def _leaves(default: Any, prefix: str) -> dict[str, Option]:
     return found
 
 
-@cache
 def settings(kind: Any) -> dict[str, Option]:
     """The fields of a flat dataclass by name: the settings of a spec, or a command's own arguments."""
     types_ = typing.get_type_hints(kind)
