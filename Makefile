@@ -66,7 +66,7 @@ $(VENV)/made: scripts/setup.sh
 # setuptools first and no isolated builds: every version that is used is in constraints.txt.
 $(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/made
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable .
+	$(INSTALL) --no-build-isolation --editable '.[run]'
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp

@@ -77,7 +77,7 @@ def tiny_job(folder: Path) -> GRPOConfig:
     return make_config(
         GRPOConfig(),
         model=str(make_tiny(folder / "model")),
-        data={"file": str(rows), "prompt_rule": "raw", "held_out_fraction": 0.25},
+        data={"file": str(rows), "prompt_rule": "raw", "held_out": 0.25},
         sampling={"group_size": 4, "max_new_tokens": 8},
         train={"prompts_per_step": 4},
     )

@@ -71,7 +71,7 @@ def rows_of(kind: str, model: str, tokenizer: Any, folder: Path) -> list[Group]:
     file = folder / f"{kind}.jsonl"
     file.write_text("".join(json.dumps(dict(zip(names, row, strict=False))) + "\n" for row in ROWS))
     base = SFTConfig() if kind == "sft" else DPOConfig()
-    data = load_examples(make_config(base, model=model, data={"file": str(file), "held_out_fraction": 0.0}), tokenizer)
+    data = load_examples(make_config(base, model=model, data={"file": str(file), "held_out": 0.0}), tokenizer)
     return data.of(data.train)
 
 

@@ -73,7 +73,7 @@ class Side(Callback):
         self.policy = Policy(model)
         self.policy.check()
         s, train = config.sampling, config.train
-        self.engine = EmbeddedEngine(self.policy, tokenizer, max_batch=s.max_batch, cache_tokens=s.cache_tokens)
+        self.engine = EmbeddedEngine(self.policy, tokenizer, max_batch=s.max_batch)
         params = SamplingParams(
             max_new_tokens=s.max_new_tokens,
             n=s.group_size,

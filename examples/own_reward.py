@@ -33,7 +33,7 @@ def main() -> None:
         steps=steps,
         prompts_per_step=2,
         group_size=4,
-        held_out_fraction=0.2,
+        held_out=0.2,
         tokens_per_microbatch=1024,
         run={"dir": str(folder / "run")},
     )

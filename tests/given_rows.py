@@ -11,7 +11,7 @@ from tinyllm.config.sections import DPOConfig, SFTConfig
 def sft_config(model: Path, rows: Path, out: Path | None = None, base=None, **options):
     plain = {
         "model": {"name": str(model), "dtype": "float32", "device": "cpu"},
-        "data": {"file": str(rows), "prompt_rule": "raw", "held_out_fraction": 0.25},
+        "data": {"file": str(rows), "prompt_rule": "raw", "held_out": 0.25},
         "optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 0.0, "schedule": "constant"},
         "train": {"steps": 3, "batch_size": 4},
         "eval": {"every": 0},

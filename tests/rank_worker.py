@@ -44,7 +44,7 @@ def cases() -> Iterator[tuple[str, Any, Any, list[Any], float]]:
 
     def grpo(model: Any = None, lr: float = 1.0, **more: Any) -> tuple[Any, Any, list[Any], float]:
         plain: dict[str, dict[str, Any]] = {"sampling": {"max_new_tokens": 8}, "optimizer": SGD}
-        plain["train"] = {"dynamic_sampling": False, "overlong_buffer": 0.0, "tokens_per_microbatch": 11}
+        plain["train"] = {"dynamic_sampling": False, "overlong": 0.0, "tokens_per_microbatch": 11}
         for name, value in more.items():
             plain[name] = {**plain.get(name, {}), **value}
         return llama() if model is None else model, make_config(**plain), GROUPS, lr

@@ -106,7 +106,7 @@ def options(folder, vllm, out, steps):
         GRPOConfig(),
         model=str(folder),
         lora={"rank": 8, "alpha": 16.0},
-        engine={"urls": (vllm.url,), "model": str(folder), "deadline_s": 300.0, "canary_tolerance": NEAR},
+        engine={"urls": (f"{vllm.url}#{folder}",), "deadline_s": 300.0},
         optimizer={"lr": 1e-4},
         sampling={"group_size": 4, "max_new_tokens": 16},
         train={"steps": steps, "prompts_per_step": 8},

@@ -57,7 +57,7 @@ def test_a_masked_completion_does_not_move_the_baseline():
     """Case B9: the reward of a truncated completion that is masked is read by nobody."""
     reasons = ["stop", "stop", "length"]
     one, other = (
-        make_batch([group("a", [1, 0, x], reasons=reasons)], rules(train={"mask_truncated": True})) for x in (0, 100)
+        make_batch([group("a", [1, 0, x], reasons=reasons)], rules(train={"overlong": "mask"})) for x in (0, 100)
     )
     assert one.advantages.tolist() == other.advantages.tolist()
     assert one.advantages[2] == 0 and one.rewards[2].isnan() and not one.trained[2]
@@ -115,23 +115,23 @@ def test_overlong_penalty_falls_linearly_over_the_buffer():
     """DAPO eq. 13 with a buffer of 4 of 10 tokens: nothing up to 6, then -1/4 for each more."""
     lengths = (1, 6, 7, 8, 10)
     ids = [(*range(2, 1 + n), EOS) for n in lengths]
-    batch = make_batch([group("a", [1, 0, 1, 1, 0], ids=ids)], rules(train={"overlong_buffer": 0.4}))
+    batch = make_batch([group("a", [1, 0, 1, 1, 0], ids=ids)], rules(train={"overlong": 0.4}))
     assert batch.rewards.tolist() == pytest.approx([1, 0, 0.75, 0.5, -1])
-    no_buffer = make_batch([group("a", [1, 0, 1, 1, 0], ids=ids)], rules(train={"overlong_buffer": 0.0}))
+    no_buffer = make_batch([group("a", [1, 0, 1, 1, 0], ids=ids)], rules(train={"overlong": 0.0}))
     assert no_buffer.rewards.tolist() == [1, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_overlong_penalty_never_makes_an_equal_group_useful(reward):
     ids = [(*range(2, 11), EOS), (EOS,)]
-    chosen = rules(train={"overlong_buffer": 0.4})
+    chosen = rules(train={"overlong": 0.4})
     batch = make_batch([group("a", [reward] * 2, ids=ids)], chosen)
     assert batch.rewards.tolist() == [reward] * 2 and batch.advantages.tolist() == [0, 0] and not batch.has_signal
 
 
 def test_overlong_penalty_leaves_unscored_rows_unscored():
     ids = [(*range(2, 11), EOS)] * 3
-    batch = make_batch([group("a", [1, None, 0], ids=ids)], rules(train={"overlong_buffer": 0.4}))
+    batch = make_batch([group("a", [1, None, 0], ids=ids)], rules(train={"overlong": 0.4}))
     assert batch.rewards[[0, 2]].tolist() == [0, -1] and batch.rewards[1].isnan()
 
 
@@ -151,7 +151,7 @@ def test_dynamic_sampling_sees_what_training_sees():
     """A group that differs only in completions that are left out has no signal."""
     different = group("a", [1, 1, 0], reasons=["stop", "stop", "length"])
     assert has_signal(different, rules())
-    masked = rules(train={"mask_truncated": True, "dynamic_sampling": True})
+    masked = rules(train={"overlong": "mask", "dynamic_sampling": True})
     assert not has_signal(different, masked) and make_batch([different], masked).groups == ()
 
 

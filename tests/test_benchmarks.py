@@ -29,7 +29,7 @@ def job(model, tmp_path) -> Path:
     """The main job, as small as it can be."""
     file = tmp_path / "job.toml"
     file.write_text(
-        f'[model]\nname = "{model}"\n[data.arithmetic]\nheld_out = 150\n[eval]\nprompts = 4\n'
+        f'[model]\nname = "{model}"\n[data]\ntask = "arithmetic:held_out=150"\n[eval]\nprompts = 4\n'
         "[sampling]\ngroup_size = 2\nmax_new_tokens = 3\n[train]\nsteps = 2\nprompts_per_step = 2\nupdates_per_batch = 2\n"
     )
     return file

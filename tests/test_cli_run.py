@@ -173,7 +173,7 @@ MISTAKES = {
         ["one", "returned 1 rewards for", "return one each"],
     ),
     "no such reward function": (["--reward", "judge:absent"], None, ["judge", "absent"]),
-    "top-k": (["--top-k", "5"], None, ["sampling.top_k = 5"]),
+    "top-k": (["--top-k", "5"], None, ["sampling.top_k", "is gone", "sampling.temperature"]),
     "a folder that holds something": (["--out", "model"], None, ["model", "--run.dir"]),
 }
 

@@ -291,7 +291,7 @@ def test_alternatives_that_are_no_numbers_are_refused():
         ({"script": lambda *_: edit_choice(logprobs=None)}, "no log-probabilities"),
         ({"script": lambda *_: edit_choice(token_ids=None)}, "no token ids"),
         ({"script": lambda *_: Reply(400, {"error": "return_token_ids is unknown"})}, "return_token_ids is unknown"),
-        ({"names": ("a", "b")}, "has 2 models \\(a, b\\); choose one with engine.model"),
+        ({"names": ("a", "b")}, "has 2 models \\(a, b\\); name one, as in http://.*#NAME"),
         ({"says": {"/v1/models": Reply(401)}}, "refuses the key; set TINYLLM_API_KEY"),
         ({"says": {"/v1/models": Reply(body={"models": []})}}, "did not answer with a list of models"),
         ({"says": {"/v1/models": Reply(body={"data": [{"id": "m", "owned_by": "me"}]})}}, "calls itself 'me'"),
@@ -330,11 +330,8 @@ def test_seeds_are_asked_for_once_and_last():
 
 def test_a_server_that_dies_of_a_seed_is_named_with_the_remedy():
     with scripted("vllm", seeds="dies") as server:
-        with pytest.raises(EngineError, match="died of a request with a seed.*engine.seeds = false"):
+        with pytest.raises(EngineError, match="died of a request with a seed.*another version"):
             connect(server)
-        server.dead = False
-        done = connect(server, seeds=False).sample(prompts(1), PARAMS)
-        assert all(c.finish_reason != "error" for c in done), "without seeds it works"
     with scripted("vllm", seeds="dies", cpu=True) as server:
         assert connect(server).capabilities()[0]["seeds"] is False, "vLLM's CPU engine is not asked"
 

@@ -1,6 +1,8 @@
 """Configurations: strict keys, one-line errors with the remedy, exact round trips."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,19 +16,28 @@ from tinyllm.config.io import (
     load_toml,
     make_config,
     overlay,
-    parse_overrides,
     to_dict,
     to_toml,
     value_of,
 )
+from tinyllm.config.old import MOVED, upgrade
 from tinyllm.config.options import options
-from tinyllm.config.sections import CONFIGS, SHORTCUTS, GRPOConfig, LoraConfig
+from tinyllm.config.sections import CONFIGS, SHORTCUTS, GRPOConfig, LoraConfig, SFTConfig
+from tinyllm.config.words import NoArguments, parse_words
 from tinyllm.errors import ConfigError
+from tinyllm.evals.config import SuiteConfig
 from tinyllm.record.hashing import hash_bytes, hash_file, hash_json, hash_tensor, hash_tensors
+from tinyllm.record.rundir import RunDir
+
+RECORDED = Path(__file__).parent / "data" / "recorded"
+
+
+def flat_options(words: list[str], kind: type = GRPOConfig) -> dict[str, object]:
+    return parse_words(words, NoArguments, kind, "tinyllm grpo")[1]
 
 
 def from_words(line: str) -> GRPOConfig:
-    return overlay(GRPOConfig(), parse_overrides(line.split()))
+    return overlay(GRPOConfig(), flat_options(line.split()))
 
 
 def test_defaults_are_valid():
@@ -66,7 +77,12 @@ def test_shortcuts_name_options():
         ("--dynamic_sampling false", "train.dynamic_sampling", False),
         ("--betas 0.8,0.99", "optimizer.betas", (0.8, 0.99)),
         ('--stop_strings ["a,b","c"]', "sampling.stop_strings", ("a,b", "c")),
-        ("--data.arithmetic.operands 1,9", "data.arithmetic.operands", (1, 9)),
+        ("--task arithmetic:operands=1|9,seed=3", "data.task", "arithmetic:operands=1|9,seed=3"),
+        ("--reward math:rule=boxed,units=waive,a:b", "reward.functions", ("math:rule=boxed,units=waive", "a:b")),
+        ("--held-out 0.25", "data.held_out", 0.25),
+        ("--held-out rows.jsonl", "data.held_out", "rows.jsonl"),
+        ("--overlong 0.2", "train.overlong", 0.2),
+        ("--overlong mask,0.2", "train.overlong", "mask,0.2"),
         ("--threads none", "run.threads", None),
     ],
 )
@@ -90,9 +106,12 @@ def test_overrides(words, name, value):
         ("--dtype float16", ["model.dtype", "float16", "auto|bfloat16|float32"]),
         ("--preset ppo", ["objective.preset", "ppo", "grpo"]),
         ("--betas 0.9", ["optimizer.betas", "number,number"]),
-        ("--top_p 1.5", ["sampling.top_p = 1.5", "at most 1"]),
         ("--temperature 0", ["sampling.temperature", "more than 0"]),
-        ("--held_out x", ["data.held_out", "data.arithmetic.held_out"]),
+        ("--seed x", ['seed = "x"', "whole number"]),
+        ("--held_out x", ['data.held_out = "x"', "share", ".jsonl or .parquet"]),
+        ("--held_out 1.5", ["data.held_out = 1.5", "less than 1"]),
+        ("--overlong cut", ['train.overlong = "cut"', "mask,0.2"]),
+        ("--overlong mask,2", ['train.overlong = "mask,2"', "mask,0.2"]),
         ("--steps", ["--steps", "needs a value"]),
         ("steps 5", ["'steps'", "--name value"]),
         ("--data x.jsonl --dataset y", ["data.file", "data.dataset"]),
@@ -112,9 +131,9 @@ def test_mistakes_name_field_value_and_remedy_in_one_line(words, parts):
 
 def test_toml_is_sparse_and_strict(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text('seed = 3\n[sampling]\ngroup_size = 4\n[data.arithmetic]\noperators = ["+"]\n')
+    path.write_text('seed = 3\n[sampling]\ngroup_size = 4\n[data]\ntask = "arithmetic:operators=+"\n')
     config = load_toml(path)
-    assert (config.seed, config.sampling.group_size, config.data.arithmetic.operators) == (3, 4, ("+",))
+    assert (config.seed, config.sampling.group_size, config.data.task) == (3, 4, "arithmetic:operators=+")
     assert from_toml(to_toml(config, sparse=True)) == config
     assert to_toml(config, sparse=True).count("\n") < 10
 
@@ -137,10 +156,12 @@ def test_a_number_where_a_section_belongs():
 
 
 def test_from_python():
-    config = make_config(model="folder", data="rows.parquet", steps=3, lora=LoraConfig(rank=4), sampling={"top_k": 2})
+    config = make_config(
+        model="folder", data="rows.parquet", steps=3, lora=LoraConfig(rank=4), sampling={"max_batch": 2}
+    )
     assert config.model.name == "folder"
     assert config.data.file == "rows.parquet"
-    assert (config.train.steps, config.lora.rank, config.sampling.top_k) == (3, 4, 2)
+    assert (config.train.steps, config.lora.rank, config.sampling.max_batch) == (3, 4, 2)
     assert make_config(config, steps=4).lora.rank == 4
     with pytest.raises(ConfigError, match=r"did you mean 'train.steps'"):
         make_config(stepz=3)
@@ -208,7 +229,7 @@ def test_json_and_file_hash(tmp_path):
 @pytest.mark.parametrize("name", ["model", "data", "data.held_out", "run.dir", "reference"])
 def test_an_empty_value_is_never_taken_for_not_set(name):
     """As from an unset variable of the shell: --data "$FILE" must not train on another task."""
-    for make in (lambda: overlay(GRPOConfig(), parse_overrides([f"--{name}", ""])), lambda: make_config(**{name: ""})):
+    for make in (lambda: overlay(GRPOConfig(), flat_options([f"--{name}", ""])), lambda: make_config(**{name: ""})):
         with pytest.raises(ConfigError, match="must not be empty; give a value or leave it out"):
             make()
 
@@ -237,3 +258,108 @@ def test_toml_of_other_editors(tmp_path):
     assert load_toml(tmp_path / "a.toml").train.steps == 7
     with pytest.raises(ConfigError, match="x.toml: not valid TOML: .*digits"):
         from_toml("seed = " + "9" * 5000, where="x.toml")
+
+
+# Options of earlier versions
+
+
+def test_a_run_is_decided_by_few_options():
+    """What the objective has is counted apart."""
+    names = [name for name in options(GRPOConfig) if not name.startswith("objective.")]
+    assert len(names) <= 62, "an option needs a user; what nobody changes is a constant with its reason"
+
+
+def kind_that_had(name):
+    return SuiteConfig if name.startswith("machine.") else GRPOConfig
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_an_old_option_says_what_is_written_now(name, tmp_path):
+    kind = kind_that_had(name)
+    section, _, leaf = name.rpartition(".")
+    (tmp_path / "old.toml").write_text(f"[{section}]\n{leaf} = {'{seed = 1}' if leaf == 'arithmetic' else 1}\n")
+    nested = {leaf: 1}
+    for part in reversed(section.split(".")):
+        nested = {part: nested}
+    said = f"option {name!r} {MOVED[name]}"
+    for write in (
+        lambda: flat_options([f"--{name}", "1"], kind),
+        lambda: load_toml(tmp_path / "old.toml", kind()),
+        lambda: make_config(kind(), **nested),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            write()
+        assert str(caught.value).endswith(said) or name.startswith("data.arithmetic") and MOVED[name].how in said
+    assert MOVED[name].option is None or MOVED[name].option in options(kind)
+    assert name not in options(kind)
+
+
+def test_an_old_option_may_leave_out_its_section():
+    with pytest.raises(ConfigError, match="'train.max_refills' is now 'stop.refills'"):
+        from_words("--max-refills 8")
+    with pytest.raises(ConfigError, match="'train.early_stop_evals' is now 'stop.evals_without_best'"):
+        make_config(SFTConfig(), early_stop_evals=2)
+
+
+def old_config(**sections):
+    """A configuration as an earlier version recorded it."""
+    found = json.loads((RECORDED / "plain" / "manifest.json").read_text())["config"]
+    for name, values in sections.items():
+        found[name] = {**found[name], **values}
+    return found
+
+
+def test_a_configuration_of_this_version_is_left_as_it_is():
+    config = to_dict(make_config(overlong="mask,0.1", held_out="a.jsonl", reward=("a:b",)))
+    assert upgrade(config) == config
+
+
+def test_an_old_configuration_is_one_of_today():
+    arithmetic = {"operators": ["+", "*"], "operands": [1, 20], "factors": [2, 10], "held_out": 160, "seed": 1}
+    old = old_config(
+        data={"arithmetic": arithmetic, "file": None, "held_out_fraction": 0.25},
+        pool={"engines": 1, "group_deadline_s": 30.0},
+        train={"mask_truncated": True, "overlong_buffer": 0.2, "max_refills": 8, "early_stop_evals": 3},
+    )
+    config = from_dict(upgrade(old))
+    assert config.data.task == "arithmetic:operators=+|*,held_out=160,seed=1" and config.data.held_out == 0.25
+    assert config.engine.deadline_s == 30.0
+    assert (config.train.mask_truncated, config.train.overlong_buffer) == (True, 0.2)
+    assert (config.stop.refills, config.stop.evals_without_best, config.stop.bad_steps) == (8, 3, 3)
+    assert (config.sampling.group_size, config.optimizer.lr, config.run.dir) == (4, 0.1, "plain")
+    served = from_dict(upgrade(old_config(engine={"urls": ["http://a:1", "http://b:1"], "model": "m"})))
+    assert served.engine.urls == ("http://a:1#m", "http://b:1#m") and served.engine.deadline_s == 600.0
+    with pytest.raises(ConfigError, match="optimizer.eps = 1e-06"):
+        upgrade(old_config(optimizer={"eps": 1e-6}))
+
+
+FORMAT = "format:rule=exact_format,tags=answer,gold="
+
+
+@pytest.mark.parametrize(
+    ("data", "reward", "functions", "weights"),
+    [
+        ({}, {"rule": "tag"}, ("arithmetic:rule=tag,tags=answer", FORMAT), (1.0, 0.0)),
+        ({}, {"format_weight": 0.5}, ("arithmetic:rule=last_number", FORMAT), (1.0, 0.5)),
+        (
+            {"task": "gsm8k"},
+            {"rule": "exact_format", "format_weight": 0.5},
+            ("arithmetic:rule=exact_format,tags=answer,units=$", FORMAT),
+            (1.0, 0.5),
+        ),
+        ({"task": "gym:chain_sum", "file": None}, {"format_weight": 0.5}, ("gym", FORMAT), (1.0, 0.5)),
+        ({}, {"functions": ["a:b"], "format_weight": 0.5}, ("a:b", FORMAT), (1.0, 0.5)),
+        ({}, {"functions": ["a:b"]}, ("a:b",), ()),
+    ],
+)
+def test_an_old_rule_and_format_term_are_functions_now(data, reward, functions, weights):
+    old = old_config(data=data, reward={"functions": [], "rule": None, "format_weight": 0.0, **reward})
+    config = from_dict(upgrade(old))
+    assert (config.reward.functions, config.reward.weights) == (functions, weights)
+
+
+def test_runs_recorded_by_an_earlier_version_are_read():
+    for name in ("plain", "lora", "pooled"):
+        run = RunDir.read(RECORDED / name)
+        assert run.config.data.held_out == 0.25 and run.config.stop.refills == 4
+        assert run.manifest["config"] == to_dict(run.config), "so that conditions compare"

@@ -13,11 +13,14 @@ from rich.console import Console
 
 import tinyllm
 from tinyllm import stats
+from tinyllm.commands.arguments import EvalArguments
 from tinyllm.commands.cli import main
-from tinyllm.commands.eval import flat_options, parse
+from tinyllm.commands.eval import flat_options, suite_options
+from tinyllm.config.words import parse_words
 from tinyllm.engine.remote import chat as server
 from tinyllm.errors import ConfigError, DataError, EngineError, ModelError, RewardError, RunError
 from tinyllm.evals import measure, view
+from tinyllm.evals.config import SuiteConfig
 from tinyllm.post.run import train
 from tinyllm.record.files import read_json
 from tinyllm.record.rollouts import read_table
@@ -118,11 +121,12 @@ def test_one_sample_is_greedy(here, tmp_path):
 
 @pytest.mark.slow
 def test_several_tasks_and_all_of_them(here, tmp_path):
-    options = {**TINY, "data.arithmetic.operands": (1, 30), "prompts": 6}
-    report = tinyllm.evaluate(["a", "b"], task="arithmetic,gym:chain_sum", out=tmp_path / "o", **options).report
+    options = {**TINY, "prompts": 6}
+    wide = "arithmetic:operands=1|30,held_out=162"
+    report = tinyllm.evaluate(["a", "b"], task=f"{wide},gym:chain_sum", out=tmp_path / "o", **options).report
     assert [(line["task"], line["model"], line["prompts"]) for line in report["results"]] == [
-        ("arithmetic", "a", 6),
-        ("arithmetic", "b", 6),
+        (wide, "a", 6),
+        (wide, "b", 6),
         ("gym:chain_sum", "a", 6),
         ("gym:chain_sum", "b", 6),
         ("all tasks", "a", 12),
@@ -409,11 +413,15 @@ def test_help_names_every_option(capfd):
 
 
 def test_words():
-    names, flat, plan_only = parse(["x", "--task", "a,b", "--task=c", "-o", "d", "y", "--samples", "3", "--plan"])
-    assert (names, plan_only) == (["x", "y"], True)
+    def parse(*words):
+        given, options = parse_words(words, EvalArguments, SuiteConfig)
+        return given, suite_options(given, options)
+
+    given, flat = parse("x", "--task", "a,b", "--task=c", "-o", "d", "y", "--samples", "3", "--plan")
+    assert (given.models, given.plan) == (("x", "y"), True)
     assert flat == {"task": ("a", "b", "c"), "out": "d", "answer.samples": 3}
     spec = "arithmetic:rule=exact_format,tags=a"
-    _, flat, _ = parse(["x", "--data", "x.jsonl", "--verifier", spec, "--verifier=format"])
+    _, flat = parse("x", "--data", "x.jsonl", "--verifier", spec, "--verifier=format")
     assert flat["reward.functions"] == (spec, "format") and flat["data.file"] == "x.jsonl"
     assert flat_options({"verifier": spec}) == {"reward.functions": spec}
     assert flat_options({"data": "x.jsonl", "answer": {"samples": 2}, "task": "a"})["answer.samples"] == 2
@@ -423,7 +431,7 @@ MISTAKES = {
     "no model": ([], "no model to evaluate"),
     "no suite": (["a"], "no suite: name one with --task"),
     "unknown model": (["no/such/folder", "--task", "arithmetic"], "no/such/folder"),
-    "unknown task": (["a", "--task", "arithmetik"], "nearest: 'arithmetic'"),
+    "unknown task": (["a", "--task", "arithmetik"], "did you mean 'arithmetic'"),
     "two suites": (["a", "--task", "arithmetic", "--data", "suite.jsonl"], "give one of them"),
     "missing file": (["a", "--data", "absent.jsonl"], "absent.jsonl"),
     "no verifier": (["a", "--data", "suite.jsonl"], "no verifier of their own"),

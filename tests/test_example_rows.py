@@ -25,7 +25,7 @@ from tinyllm.tasks.examples import load_examples
 def example(row, home, tmp_path, base=None, **data):
     file = tmp_path / "one.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in (row if isinstance(row, list) else [row])))
-    config = sft_config(home / "model", file, base=base, data={"held_out_fraction": 0.0, **data})
+    config = sft_config(home / "model", file, base=base, data={"held_out": 0.0, **data})
     return load_examples(config, tiny.tokenizer())
 
 
@@ -91,7 +91,7 @@ def test_bad_rows_can_be_skipped(home, tmp_path):
 
 def test_the_hash_of_the_data_is_of_tokens_and_sides(home, tmp_path):
     many = [{"prompt": f"{i}+1=", "completion": str(i)} for i in range(8)]
-    hashes = {example(many, home, tmp_path, held_out_fraction=share).hash for share in (0.0, 0.25, 0.5)}
+    hashes = {example(many, home, tmp_path, held_out=share).hash for share in (0.0, 0.25, 0.5)}
     system = example(many, home, tmp_path, system_prompt="x").hash
     assert len(hashes) == 3 and system not in hashes
     file = tmp_path / "last.jsonl"
@@ -109,7 +109,7 @@ def test_bounds_of_a_row_hold_it_exactly(home, tmp_path):
 
     def checked(budget):
         train = {"tokens_per_microbatch": budget, "batch_size": 2}
-        data = {"held_out_fraction": 0.0}
+        data = {"held_out": 0.0}
         config = sft_config(home / "model", tmp_path / "one.jsonl", train=train, data=data)
         return checked_config(config, load_examples(config, tiny.tokenizer()))
 
@@ -120,7 +120,7 @@ def test_bounds_of_a_row_hold_it_exactly(home, tmp_path):
 
 def test_one_prompt_is_never_on_both_sides(home, tmp_path):
     many = [{"prompt": f"{i % 4}+1=", "completion": str(i)} for i in range(16)]
-    data = example(many, home, tmp_path, held_out_fraction=0.5)
+    data = example(many, home, tmp_path, held_out=0.5)
     assert not {p.text for p in data.train} & {p.text for p in data.held_out} and data.held_out
 
 
@@ -139,7 +139,7 @@ def test_a_tokenizer_without_an_end_is_refused(home, tmp_path):
     file = tmp_path / "one.jsonl"
     file.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
     with pytest.raises(ModelError, match="names no end-of-text token"):
-        load_examples(sft_config(home / "model", file, data={"held_out_fraction": 0.0}), other)
+        load_examples(sft_config(home / "model", file, data={"held_out": 0.0}), other)
 
 
 # Chats, with the bundled model's template
@@ -163,7 +163,7 @@ CHAT = [
 def chat_data(chat, tmp_path, row, **data):
     file = tmp_path / "chat.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in (row if isinstance(row, list) else [row])))
-    return load_examples(make_config(SFTConfig(), data={"file": str(file), "held_out_fraction": 0.0, **data}), chat)
+    return load_examples(make_config(SFTConfig(), data={"file": str(file), "held_out": 0.0, **data}), chat)
 
 
 def test_every_assistant_turn_is_what_the_engine_would_sample(chat, tmp_path):
@@ -196,7 +196,7 @@ def test_with_all_turns_no_turn_has_its_prompt_on_both_sides(chat, tmp_path):
     """Chats that begin alike stay together: their first turns are prompts too."""
     rows = [{"messages": [*CHAT[:2], {"role": "user", "content": str(i)}, CHAT[3]]} for i in range(6)]
     rows += [{"messages": CHAT[:2]}, {"messages": CHAT[2:]}]
-    data = chat_data(chat, tmp_path, rows, turns="all", held_out_fraction=0.5)
+    data = chat_data(chat, tmp_path, rows, turns="all", held_out=0.5)
     sides = [{g.prompt.token_ids for g in data.of(side)} for side in (data.train, data.held_out)]
     assert all(sides) and not sides[0] & sides[1]
     assert sorted(map(len, sides)) == [1, 7], "the first turn of seven chats, and six second ones"
@@ -245,7 +245,7 @@ def test_pairs_may_share_their_prompt_implicitly(chat, tmp_path):
     file = tmp_path / "pairs.jsonl"
     other = [*CHAT[:3], {"role": "assistant", "content": "It is 5."}]
     file.write_text(json.dumps({"chosen": CHAT, "rejected": other}) + "\n")
-    data = load_examples(make_config(DPOConfig(), data={"file": str(file), "held_out_fraction": 0.0}), chat)
+    data = load_examples(make_config(DPOConfig(), data={"file": str(file), "held_out": 0.0}), chat)
     (group,) = data.of(data.train)
     assert [r.completion.text for r in group.rollouts] == ["It is 4.", "It is 5."]
     assert [r.reward for r in group.rollouts] == [1.0, 0.0]

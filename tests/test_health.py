@@ -76,7 +76,7 @@ def test_completions_that_are_given_are_not_unscored(config):
 
 
 def test_the_bound_is_the_configurations():
-    config = replace(CONFIG, train=replace(CONFIG.train, max_bad_steps=1))
+    config = replace(CONFIG, stop=replace(CONFIG.stop, bad_steps=1))
     assert check(history(NOT_FINITE, config=config), LIVE)[0].text.startswith("1 steps in a row")
 
 

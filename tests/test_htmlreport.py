@@ -17,7 +17,7 @@ from reports import PROMPTS, SIZE, make_run, manifest_of
 from run_samples import RunDir, manifest
 
 from tinyllm.commands.cli import main
-from tinyllm.errors import ConfigError
+from tinyllm.errors import MissingExtra
 from tinyllm.health.checks import check
 from tinyllm.health.history import History
 from tinyllm.health.rewards import unscored_reasons
@@ -196,9 +196,9 @@ def test_a_damaged_file_is_named(tmp_path, capsys):
 
 
 def test_without_plotly_one_line_says_so(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     _plotly.cache_clear()
-    with pytest.raises(ConfigError, match="pip install plotly"):
+    with pytest.raises(MissingExtra, match=r"needs plotly; pip install 'tinyllm\[report\]'"):
         write_html(tmp_path / "page.html", [run])
 
 

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from tinyllm.config.sections import ArithmeticConfig
 from tinyllm.evals.overlap import find_overlap, prompt_text
-from tinyllm.tasks.arithmetic import generate
+from tinyllm.tasks.arithmetic import ArithmeticConfig, generate
 
 LONG = "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many in all?"
 

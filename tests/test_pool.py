@@ -127,7 +127,7 @@ def test_without_a_lag_it_is_the_run_without_a_pool_bit_for_bit(train, pools, ki
     reward = odd_share if kind == "dynamic" else logging_share
     options = {
         "plain": {"eval": {"every": 2}, "model": {"dtype": "bfloat16"}, "train": {"steps": 4}},
-        "dynamic": {"train": {"steps": 3, "dynamic_sampling": True, "max_refills": 8}},
+        "dynamic": {"train": {"steps": 3, "dynamic_sampling": True}, "stop": {"refills": 8}},
         "lora": {"lora": {"rank": 2}, "objective": {"beta": 0.1}},
     }[kind]
     workers = {"engines": 2, "verifiers": 1} if kind == "plain" else {"engines": 1}
@@ -269,7 +269,7 @@ def until_step(run_dir, step, process):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_killed_run_goes_on_and_loses_no_prompt(home, tmp_path, pools, dynamic):
     """Cases J3, M1: SIGKILL with groups in flight; none of its processes outlives it."""
-    options = {"train": {"steps": 6, "dynamic_sampling": dynamic, "max_refills": 20}}
+    options = {"train": {"steps": 6, "dynamic_sampling": dynamic}, "stop": {"refills": 20}}
     if dynamic:
         options["reward"] = {"functions": ("pool_rewards:odd_share",)}
     config = lag_config(home, tmp_path / "run", **options)
@@ -341,8 +341,9 @@ def test_a_reward_that_cannot_be_copied_is_refused_before_anything_runs(train, p
 
 
 @pytest.mark.parametrize("kind", ["engine", "verifier"])
-def test_a_killed_worker_is_replaced_and_the_run_is_the_same(train, pools, kind, caplog):
-    workers = {"engines": 1, "verifiers": 1, "group_attempts": 10}
+def test_a_killed_worker_is_replaced_and_the_run_is_the_same(train, pools, kind, caplog, monkeypatch):
+    monkeypatch.setattr(pooled, "GROUP_ATTEMPTS", 10)
+    workers = {"engines": 1, "verifiers": 1}
     whole = train("whole", share, sampling=LONG)
 
     def kill():
@@ -354,32 +355,35 @@ def test_a_killed_worker_is_replaced_and_the_run_is_the_same(train, pools, kind,
     assert f"{kind} 1 is replaced" in caplog.text
 
 
-def test_a_stopped_engine_is_replaced_and_the_run_is_the_same(train, pools, caplog):
+def test_a_stopped_engine_is_replaced_and_the_run_is_the_same(train, pools, caplog, monkeypatch):
     whole = train("whole", share, sampling=LONG)
 
     def stop():
         for pid in pids(pools[-1], "engine"):
             os.kill(pid, signal.SIGSTOP)
 
-    pool = {"engines": 1, "group_deadline_s": 30.0, "group_attempts": 20}
-    result = train("stopped", share, callbacks=[At(1, stop)], pool=pool, sampling=LONG)
+    monkeypatch.setattr(pooled, "GROUP_ATTEMPTS", 20)
+    options = {"pool": {"engines": 1}, "engine": {"deadline_s": 30.0}}
+    result = train("stopped", share, callbacks=[At(1, stop)], sampling=LONG, **options)
     same_run(whole, result)
     assert "nothing came of it within 30 s" in caplog.text
 
 
-def test_a_verifier_that_hangs_is_replaced(train, pools, tmp_path):
+def test_a_verifier_that_hangs_is_replaced(train, pools, tmp_path, monkeypatch):
     reward = HangsOnce(tmp_path / "mark")
-    pool = {"engines": 1, "verifiers": 1, "group_deadline_s": 30.0, "group_attempts": 20}
-    result = train("hung", reward, pool=pool, train={"steps": 2})
+    monkeypatch.setattr(pooled, "GROUP_ATTEMPTS", 20)
+    options = {"pool": {"engines": 1, "verifiers": 1}, "engine": {"deadline_s": 30.0}}
+    result = train("hung", reward, train={"steps": 2}, **options)
     assert (tmp_path / "mark").exists()
     assert [row["unscored"] for row in metrics(result.run_dir)] == [0, 0]
     assert max(line["faults"] for line in RunDir.read(result.run_dir).ledger()) >= 1
 
 
-def test_the_ledger_tells_of_long_work_that_was_dropped(train, pools, caplog):
+def test_the_ledger_tells_of_long_work_that_was_dropped(train, pools, caplog, monkeypatch):
     """Case M4: a deadline that ends long work makes training lean towards short answers, and the run says so."""
-    pool = {"engines": 1, "verifiers": 2, "group_deadline_s": 20.0, "group_attempts": 1}
-    result = train("dropped", SleepsForLong(20), pool=pool, sampling={"max_new_tokens": 40}, train={"steps": 2})
+    monkeypatch.setattr(pooled, "GROUP_ATTEMPTS", 1)
+    options = {"pool": {"engines": 1, "verifiers": 2}, "engine": {"deadline_s": 20.0}}
+    result = train("dropped", SleepsForLong(20), **options, sampling={"max_new_tokens": 40}, train={"steps": 2})
     run = RunDir.read(result.run_dir)
     found = selection(run.ledger(), 2)
     assert found.requested == 32 and 0 < found.dropped < 32 and found.trained == 32 - found.dropped

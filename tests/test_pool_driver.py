@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 import threading
 from collections import Counter
 from concurrent.futures import Future
@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from tinyllm.commands import cli
-from tinyllm.errors import ConfigError, EngineError, ModelError
+from tinyllm.errors import ConfigError, DataError, EngineError, MissingExtra, ModelError
 from tinyllm.pool.driver import Driver
 from tinyllm.pool.judging import JudgeWorker, unjudged
 from tinyllm.pool.state import GroupRequest
@@ -277,8 +277,10 @@ def test_what_a_verifier_raises_is_the_reason_of_its_group():
 def test_an_empty_world_size_is_no_rank(home, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "")
     pool = {"engines": 1, "ray_address": "nowhere"}
-    config = tiny.config(home / "model", home / "rows.jsonl", tmp_path / "run", pool=pool, sampling={"top_k": 1})
-    with pytest.raises(ConfigError, match="top_k"):
+    config = tiny.config(
+        home / "model", home / "rows.jsonl", tmp_path / "run", pool=pool, train={"prompts_per_step": 99}
+    )
+    with pytest.raises(DataError, match="fewer than one batch"):
         runs.train(config, reward=tiny.many_digits)
 
 
@@ -306,10 +308,9 @@ def test_bad_configurations_are_one_line(capsys, tmp_path, words, said):
 
 
 def test_without_ray_the_remedy_is_named(home, tmp_path, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
+    monkeypatch.setitem(sys.modules, "ray", None)
     config = tiny.config(home / "model", home / "rows.jsonl", tmp_path / "run", pool={"engines": 1})
-    with pytest.raises(ConfigError, match=r"need ray: pip install 'tinyllm\[cluster\]'"):
+    with pytest.raises(MissingExtra, match=r"needs ray; pip install 'tinyllm\[cluster\]'"):
         runs.train(config, reward=tiny.many_digits)
 
 

@@ -211,7 +211,8 @@ def folder(home, tmp_path_factory) -> Path:
     (folder / "judge.py").write_text(JUDGE)
     options = {
         "reward": {"functions": ("judge.py:digits",), "timeout_s": 3600.0, "workers": 1},
-        "train": {"steps": 4, "prompts_per_step": 3, "dynamic_sampling": True, "max_refills": 20},
+        "train": {"steps": 4, "prompts_per_step": 3, "dynamic_sampling": True},
+        "stop": {"refills": 20},
         "objective": {"beta": 0.02},
         "eval": {"every": 2},
         "run": {"checkpoint_every": 2, "threads": 1, "dir": None},

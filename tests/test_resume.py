@@ -39,7 +39,7 @@ COMMON = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "updates": {"train": {"updates_per_batch": 2}, "model": {"dtype": "bfloat16"}},
-    "dynamic": {"train": {"dynamic_sampling": True, "max_refills": 8}, "reward": "digits_after_odd_numbers"},
+    "dynamic": {"train": {"dynamic_sampling": True}, "stop": {"refills": 8}, "reward": "digits_after_odd_numbers"},
     "kl": {"objective": {"beta": 0.3}},
     "lora": {"lora": {"rank": 2}, "objective": {"beta": 0.3}, "optimizer": {"lr": 0.1}},
     # Three steps are an epoch, and every other step has nothing to learn from.

@@ -59,9 +59,10 @@ def test_last_number_of_a_finished_completion():
 
 def test_correctness_and_format_are_separate_terms():
     texts = ["<answer>7</answer>", "7", "<answer>8</answer>"]
-    strict, _ = judge(texts, rule="exact_format")
+    strict, _ = judge(texts, ("arithmetic:rule=exact_format,tags=answer",))
     assert [v.value for v in strict] == [1.0, 0.0, 0.0]
-    weighted, _ = judge(texts, format_weight=0.5)
+    terms = ("arithmetic:rule=last_number", "format:rule=exact_format,tags=answer,gold=")
+    weighted, _ = judge(texts, terms, weights=(1.0, 0.5))
     assert [v.value for v in weighted] == [1.5, 1.0, 0.5]
     assert [dict(v.parts)["format"] for v in weighted] == [1.0, 0.0, 1.0]
 
@@ -221,7 +222,7 @@ def test_reserved_names_are_refused():
 
 
 def test_an_argument_that_is_no_column_is_found_before_training():
-    with pytest.raises(RewardError, match="needs 'anwser', which is no column of the data; nearest: 'answer'"):
+    with pytest.raises(RewardError, match="needs 'anwser', which is no column of the data; did you mean 'answer'"):
         make_judge(RewardConfig(functions=(lambda completions, anwser: [1],)), data(prompt()))
 
 
@@ -265,16 +266,16 @@ def test_a_gate_needs_something_behind_it():
     ("config", "words"),
     [
         ({"functions": ("nowhere_module:f",)}, "no module 'nowhere_module'"),
-        ({"functions": ("arithmetc",)}, "verifier 'arithmetc' is unknown; nearest: 'arithmetic'"),
+        ({"functions": ("arithmetc",)}, "verifier 'arithmetc' is unknown; did you mean 'arithmetic'"),
         ({"functions": ("json:nothing=1",)}, "json"),
-        ({"functions": ("arithmetic:rul=tag",)}, "has no setting 'rul'; nearest: 'rule'"),
-        ({"functions": ("arithmetic:rule=tags",)}, "choose one of"),
+        ({"functions": ("arithmetic:rul=tag",)}, "has no setting 'rul'; did you mean 'rule'"),
+        ({"functions": ("arithmetic:rule=tags",)}, 'arithmetic.rule = "tags": expected tag|boxed'),
         ({"functions": ("arithmetic:abs_tol=-1",)}, "abs_tol = '-1'"),
-        ({"functions": ("os.path:joinn",)}, "nearest: 'join'"),
+        ({"functions": ("os.path:joinn",)}, "did you mean 'join'"),
         ({"functions": ("os.path:sep",)}, "cannot be called"),
         ({"functions": ("os.path:join",), "weights": (1.0, 2.0)}, "2 numbers for 1 functions"),
-        ({"rule": "first_number"}, "choose one of"),
-        ({"functions": ('{"family": "arithmetik"}',)}, "nearest: 'arithmetic'"),
+        ({"functions": ("math:places=x",)}, 'math.places = "x": expected whole number'),
+        ({"functions": ('{"family": "arithmetik"}',)}, "did you mean 'arithmetic'"),
     ],
 )
 def test_wrong_specs_are_refused_with_the_remedy(config, words):

@@ -127,5 +127,5 @@ def test_rows_that_cannot_be_judged_are_refused(row):
 
 
 def test_unknown_data_sets_name_the_nearest():
-    with pytest.raises(DataError, match="nearest: 'countdown'"):
+    with pytest.raises(DataError, match="did you mean 'countdown'"):
         gym.generate("coutdown")

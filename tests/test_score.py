@@ -9,13 +9,24 @@ import pytest
 from test_rewards import data, prompt
 from test_tasks import jsonl
 
-from tinyllm.commands.score import main, probe_main
-from tinyllm.config.sections import ArithmeticConfig, RewardConfig
+from tinyllm.commands import score as commands
+from tinyllm.commands.arguments import ProbeArguments, ScoreArguments
+from tinyllm.config.sections import RewardConfig
+from tinyllm.config.words import parse_words
 from tinyllm.errors import DataError, RewardError, UserError
 from tinyllm.rewards import RewardJudge
 from tinyllm.rewards.combine import make_parts
 from tinyllm.rewards.probe import probe, probe_before_training
-from tinyllm.tasks.arithmetic import generate
+from tinyllm.tasks.arithmetic import ArithmeticConfig, generate
+
+
+def main(words):
+    return commands.main(*parse_words(words, ScoreArguments))
+
+
+def probe_main(words):
+    return commands.probe_main(*parse_words(words, ProbeArguments))
+
 
 ROWS = [
     {"prompt": "3 + 4?", "answer": "7", "completion": "<answer>7</answer>"},
@@ -59,11 +70,11 @@ def test_score_warns_when_nothing_differs(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["nowhere.jsonl", "--verifier", "arithmetic"], "does not exist"),
-        (["FILE", "--verifier", "arithmetik:rule=tag"], "nearest: 'arithmetic'"),
-        (["FILE", "--verifier", "arithmetic", "--weights", "x"], "give numbers"),
+        (["FILE", "--verifier", "arithmetik:rule=tag"], "did you mean 'arithmetic'"),
+        (["FILE", "--verifier", "arithmetic", "--weights", "x"], "--weights x: expected number"),
         (["FILE", "--verifier", "arithmetic", "--columns", "x"], "ours=theirs"),
         (["FILE", "--verifier", "arithmetic", "--columns", "completion=x"], "no column 'x'"),
-        (["FILE", "--verifier", "arithmetic", "--timeout-s", "0"], "above 0"),
+        (["FILE", "--verifier", "arithmetic", "--timeout-s", "0"], "--timeout-s 0.0: must be more than 0"),
         (["FILE"], "--verifier"),
     ],
 )
@@ -74,7 +85,7 @@ def test_score_mistakes_are_one_line(tmp_path, arguments, words):
 
 
 def test_score_names_a_missing_completion_column(tmp_path):
-    with pytest.raises(DataError, match="has no column 'completion'; nearest: 'completions'"):
+    with pytest.raises(DataError, match="has no column 'completion'; did you mean 'completions'"):
         main([jsonl(tmp_path, [{"completions": "x", "answer": "1"}]), "--verifier", "arithmetic"])
 
 

@@ -284,7 +284,7 @@ def test_epochs_are_not_rounded_up_by_fp64(home, rows, tmp_path, no_picture):
     """1.1 epochs of 10 rows are 11 steps of 1 row; in fp64 1.1 * 10 is a bit more than 11."""
     lines = (rows / "sft.jsonl").read_text().splitlines(keepends=True)[:10]
     (tmp_path / "ten.jsonl").write_text("".join(lines))
-    options = {"train": {"steps": 0, "epochs": 1.1, "batch_size": 1}, "data": {"held_out_fraction": 0.0}}
+    options = {"train": {"steps": 0, "epochs": 1.1, "batch_size": 1}, "data": {"held_out": 0.0}}
     run = build_run(sft_config(home / "model", tmp_path / "ten.jsonl", tmp_path / "run", **options), None, ())
     assert run.config.train.steps == 11
 
@@ -453,7 +453,7 @@ def test_a_chosen_completion_that_is_a_prefix_of_the_rejected_one(home, tmp_path
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     moves = []
     for budget in (8, 2048):
-        options = {"train": {"tokens_per_microbatch": budget}, "data": {"held_out_fraction": 0.0}}
+        options = {"train": {"tokens_per_microbatch": budget}, "data": {"held_out": 0.0}}
         config = dpo_config(home / "model", file, objective={"beta": 0.5}, **options)
         data = load_examples(config, tiny.tokenizer())
         moved, result = one_step(config, data.of(data.train), model_scorer(Policy(llama(seed=1)), 1.0, 64))

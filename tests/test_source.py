@@ -27,9 +27,11 @@ def judge_by_prompt(useful):
     return judge
 
 
-def make_source(useful, prompts=PROMPTS, first_step=1, position=0, **train):
+def make_source(useful, prompts=PROMPTS, first_step=1, position=0, refills=4, **train):
     config = make_config(
-        sampling={"group_size": 2}, train={"steps": 4, "prompts_per_step": 3, "dynamic_sampling": True, **train}
+        sampling={"group_size": 2},
+        train={"steps": 4, "prompts_per_step": 3, "dynamic_sampling": True, **train},
+        stop={"refills": refills},
     )
     engine = ScriptedEngine(lambda p, s, params: (2 + s, EOS))
     order = PromptOrder(prompts, 0, position)
@@ -107,7 +109,7 @@ def test_a_full_step_draws_nothing_more():
 
 def test_no_signal_at_all_stops_after_bounded_draws():
     """Case H1."""
-    source, engine = make_source(lambda p, step: step == 1, max_refills=4)
+    source, engine = make_source(lambda p, step: step == 1, refills=4)
     steps = iter(source)
     assert next(steps).number == 1
     with pytest.raises(
@@ -120,7 +122,7 @@ def test_no_signal_at_all_stops_after_bounded_draws():
 def test_what_has_signal_is_kept_when_replacements_run_out():
     """Case H2."""
     useful = {p.id for p in PromptOrder(PROMPTS, 0).take(3, {})[:2]}
-    source, engine = make_source(lambda p, step: p.id in useful, max_refills=2)
+    source, engine = make_source(lambda p, step: p.id in useful, refills=2)
     groups = next(iter(source)).groups
     assert [len(a) for a in engine.asked] == [3, 1, 1] and len(groups) == 5
     assert set(ids(groups)[:3]) > useful
@@ -128,7 +130,7 @@ def test_what_has_signal_is_kept_when_replacements_run_out():
 
 def test_refills_may_come_round_to_the_same_prompt():
     """Fewer prompts than draws: the second draw of a prompt is another group."""
-    source, engine = make_source(lambda p, step: p.draw == 2, prompts=PROMPTS[:3], max_refills=3)
+    source, engine = make_source(lambda p, step: p.draw == 2, prompts=PROMPTS[:3], refills=3)
     groups = next(iter(source)).groups
     assert len({g.id for g in groups}) == len(groups) == 9
     assert sum(len({r.reward for r in g.rollouts}) == 2 for g in groups) == 3
@@ -172,7 +174,7 @@ def test_a_failed_completion_is_a_record_with_its_reason():
 
 def test_what_was_logged_stands_beside_its_own_completion():
     """One value per rollout over all draws of a step; None where nothing was judged; numbers are the mean of draws."""
-    source, engine = make_source(lambda p, step: p.id in ("p0", "p1", "p2"), prompts=PROMPTS[:6], max_refills=8)
+    source, engine = make_source(lambda p, step: p.id in ("p0", "p1", "p2"), prompts=PROMPTS[:6], refills=8)
     engine.what_ids = lambda p, s, params: (2, 3) if s == 0 and p.id == "p1" else (2 + s, EOS)
 
     calls = 0

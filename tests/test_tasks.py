@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tinyllm import tasks
-from tinyllm.config.sections import ArithmeticConfig, DataConfig, GRPOConfig, RewardConfig
+from tinyllm.config.sections import DataConfig, GRPOConfig, RewardConfig
 from tinyllm.errors import ConfigError, DataError, RewardError
-from tinyllm.tasks.arithmetic import generate
+from tinyllm.tasks.arithmetic import ArithmeticConfig, generate
 
-LAST = RewardConfig(rule="last_number")
+LAST = RewardConfig(("arithmetic:rule=last_number",))
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,33 @@ def test_arithmetic_loads_with_its_own_rule(tokenizer):
     assert data.hash == load(tokenizer, reward=RewardConfig()).hash
 
 
+def test_arithmetic_takes_its_settings_behind_its_name(tokenizer):
+    spec = "arithmetic:operators=+|-,operands=2|15,held_out=150,seed=3"
+    data = load(tokenizer, reward=RewardConfig(), task=spec)
+    expected = generate(ArithmeticConfig(("+", "-"), (2, 15), held_out=150, seed=3))
+    assert [[p.row["prompt"] for p in side] for side in (data.train, data.held_out)] == [
+        [row["prompt"] for row in side] for side in expected
+    ]
+    assert data.name == spec
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("operand=1|9", "'arithmetic' has no setting 'operand'; did you mean 'operands'?"),
+        ("operands", "'operands' is not key=value; write arithmetic:key=value"),
+        ("operands=1", "arithmetic.operands = [1]: expected whole number,whole number"),
+        ("operands=1|x", 'arithmetic.operands = "1|x": expected whole number,whole number'),
+        ("operands=-1|9", "arithmetic.operands = -1: must be at least 0; set it to [1, 20], the default"),
+        ("held_out=0", "arithmetic.held_out = 0: must be at least 1"),
+        ("operators=+|/", "arithmetic.operators has '/'; choose from + - *"),
+    ],
+)
+def test_wrong_settings_of_a_task_name_setting_and_remedy(tokenizer, settings, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(tokenizer, reward=RewardConfig(), task=f"arithmetic:{settings}")
+
+
 def test_list_tasks_names_every_task():
     assert [name for name, _ in tasks.list_tasks()] == ["arithmetic", "gsm8k", "math", "gym:NAME"]
 
@@ -137,7 +164,7 @@ def test_ids_are_of_the_content_not_of_the_order(tokenizer, tmp_path):
 
 def test_equal_rows_keep_separate_ids_and_equal_prompts_stay_on_one_side(tokenizer, tmp_path):
     twice = [row for row in rows(10) for _ in range(2)]
-    data = load(tokenizer, file=jsonl(tmp_path, twice), columns=MAP, held_out_fraction=0.3)
+    data = load(tokenizer, file=jsonl(tmp_path, twice), columns=MAP, held_out=0.3)
     ids = [p.id for p in data.train + data.held_out]
     assert len(set(ids)) == 20 and len(data.held_out) == 6
     assert not {p.text for p in data.train} & {p.text for p in data.held_out}
@@ -188,7 +215,7 @@ def test_held_out_file_must_not_share_prompts(tokenizer, tmp_path):
         (["[1]"], "row 1 of rows.jsonl is list, not an object"),
         (
             [{"prompt": "a", "answer": "1"}, {"promt": "b", "answer": "2"}],
-            "row 2 of rows.jsonl has no column 'prompt'; nearest: 'promt'",
+            "row 2 of rows.jsonl has no column 'prompt'; did you mean 'promt'",
         ),
         ([{"prompt": " ", "answer": "1"}], "row 1 of rows.jsonl has an empty prompt"),
         ([{"prompt": None, "answer": "1"}], "row 1 of rows.jsonl has no prompt"),
@@ -203,7 +230,7 @@ def test_held_out_file_must_not_share_prompts(tokenizer, tmp_path):
 )
 def test_bad_rows_are_named_with_their_number(tokenizer, tmp_path, lines, words):
     with pytest.raises(DataError, match=re.escape(words)):
-        load(tokenizer, file=jsonl(tmp_path, lines), held_out_fraction=0.0, prompt_rule="raw")
+        load(tokenizer, file=jsonl(tmp_path, lines), held_out=0.0, prompt_rule="raw")
 
 
 def test_bad_rows_can_be_skipped_and_are_counted(tokenizer, tmp_path):
@@ -221,7 +248,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(tokenizer, tmp_path):
         ({"file": "nowhere.jsonl"}, "does not exist"),
         ({"file": "rows.csv"}, "suffix .csv"),
         ({"file": "a.jsonl", "dataset": "b"}, "both given"),
-        ({"task": "arithmetics"}, "nearest: 'arithmetic'"),
+        ({"task": "arithmetics"}, "did you mean 'arithmetic'"),
         ({"task": "gsm8k"}, "is a recipe for a file"),
         ({"columns": {"prompt": "x"}}, "data.columns is for your own rows"),
     ],
@@ -232,7 +259,7 @@ def test_wrong_sources_are_refused(tokenizer, data, words):
 
 
 def test_missing_mapped_column_names_the_nearest(tokenizer, tmp_path):
-    with pytest.raises(DataError, match="no column 'qustion' \\(mapped to 'prompt'\\); nearest: 'question'"):
+    with pytest.raises(DataError, match="no column 'qustion' \\(mapped to 'prompt'\\); did you mean 'question'"):
         load(tokenizer, file=jsonl(tmp_path, rows(3)), columns={"prompt": "qustion"})
 
 
@@ -270,4 +297,4 @@ def test_half_a_surrogate_pair_in_a_prompt_is_named_with_its_row(tokenizer, tmp_
     for prompt in ("1 \ud800 2", [{"role": "user", "content": "\ud800"}]):
         path = jsonl(tmp_path, [{"prompt": "a", "answer": "1"}, {"prompt": prompt, "answer": "1"}])
         with pytest.raises(DataError, match=r"row 2 of rows.jsonl.* has half a surrogate pair \('.ud800'\)"):
-            load(tokenizer, file=path, held_out_fraction=0)
+            load(tokenizer, file=path, held_out=0)

@@ -31,7 +31,7 @@ def test_several_updates_per_batch_move_the_ratio_and_clip(train):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_trains(train, preset):
-    rows = metrics(train(objective={"preset": preset}, train={"steps": 2, "max_refills": 8}).run_dir)
+    rows = metrics(train(objective={"preset": preset}, train={"steps": 2}, stop={"refills": 8}).run_dir)
     assert all(row["updates"] == 1 and row["grad_norm"] > 0 and row["sampler_equal"] == 1.0 for row in rows)
     assert all((row["kl"] is not None) == (PRESETS[preset].axes.beta > 0) for row in rows), "as the preset says"
 
@@ -57,7 +57,7 @@ def test_the_kl_can_be_to_another_model(train, home):
 
 
 def test_masked_truncated_completions_are_not_trained(train):
-    result = train(train={"mask_truncated": True, "steps": 2})
+    result = train(train={"overlong": "mask", "steps": 2})
     for row in metrics(result.run_dir):
         rolled = [r for g in groups_of(result, row["step"]) for r in g.rollouts]
         stopped = [r.completion.finish_reason == "stop" for r in rolled]
@@ -123,7 +123,7 @@ def test_the_best_model_is_kept_and_training_stops_when_nothing_gets_better(trai
         evaluating = len(completions) == HELD_OUT
         return [scores[trainer_state.global_step]] * HELD_OUT if evaluating else many_digits(completions)
 
-    result = train(reward=reward, train={"steps": 9, "early_stop_evals": 2}, eval={"every": 1})
+    result = train(reward=reward, train={"steps": 9}, stop={"evals_without_best": 2}, eval={"every": 1})
     rows = metrics(result.run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and result.best_step == 2 and result.after["step"] == 4
     best = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best")

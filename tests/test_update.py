@@ -28,7 +28,7 @@ from tinyllm.records import Revision, RevisionSpan
 PLAIN = {
     "sampling": {"max_new_tokens": 8},
     "optimizer": {"name": "sgd", "lr": 1.0, "clip_norm": 0.0},
-    "train": {"dynamic_sampling": False, "overlong_buffer": 0.0},
+    "train": {"dynamic_sampling": False, "overlong": 0.0},
 }
 GROUPS = [
     group("a", [1, 0, 0, 1], ids=[(2, 3, EOS), (2, EOS), (4, 5, 6, 7, EOS), (2, 3, EOS)]),
@@ -125,9 +125,7 @@ def test_the_microbatch_cut_changes_nothing_but_rounding(preset):
 def test_a_masked_row_does_not_count(aggregate, budget):
     """Case A5: of four, one is wholly masked; the step is that of the other three (by constant length: of four)."""
     ids = [(2, EOS), (3, EOS), (4, EOS), (5, 6)]
-    config = options(
-        objective={"aggregate": aggregate}, train={"mask_truncated": True, "tokens_per_microbatch": budget}
-    )
+    config = options(objective={"aggregate": aggregate}, train={"overlong": "mask", "tokens_per_microbatch": budget})
     moved, result, batch = one_update([group("a", [1, 0, 0, 1], ids, ["stop"] * 3 + ["length"])], config)
     expected = dense_gradient(llama(), batch, lambda r, logp: -float(batch.advantages[r]) * logp, aggregate)
     close(moved, expected)
@@ -138,7 +136,7 @@ def test_a_masked_row_does_not_count(aggregate, budget):
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_a_step_with_everything_masked_moves_nothing(aggregate, beta):
     """Case C7."""
-    config = options(objective={"aggregate": aggregate, "beta": beta}, train={"mask_truncated": True})
+    config = options(objective={"aggregate": aggregate, "beta": beta}, train={"overlong": "mask"})
     groups = [group("a", [1, 0], ids=[(2, 3), (4, 5)], reasons=["length"] * 2)]
     moved, result, _ = one_update(groups, config, reference=model_scorer(Policy(llama(1)), 1.0, 4096))
     assert all((m == 0).all() for m in moved.values())

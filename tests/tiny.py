@@ -107,7 +107,7 @@ def config(model: Path, rows: Path, out: Path, /, **options: Any) -> GRPOConfig:
     """A run of a tiny model on `rows`: plain SGD without clipping, 4 prompts a step, 4 completions of up to 6 tokens."""
     plain = {
         "model": {"name": str(model), "dtype": "float32", "device": "cpu"},
-        "data": {"file": str(rows), "prompt_rule": "raw", "held_out_fraction": 0.25},
+        "data": {"file": str(rows), "prompt_rule": "raw", "held_out": 0.25},
         "sampling": {"group_size": 4, "max_new_tokens": 6},
         "optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 0.0, "schedule": "constant"},
         "train": {"steps": 3, "prompts_per_step": 4},

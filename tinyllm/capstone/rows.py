@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyllm.config.sections import ArithmeticConfig
 from tinyllm.record.files import write_atomic
 from tinyllm.tasks import arithmetic
 
@@ -51,7 +50,7 @@ class Rows:
 
 def write_rows(folder: Path, seed: int, examples: int, prompts: int, shifted: int) -> Rows:
     """Write the four files. The suites are the same for every seed; what is trained on is drawn by it, half sums."""
-    two_digits = ArithmeticConfig(operators=("+", "-"), operands=(10, 99), held_out=HELD_OUT)
+    two_digits = arithmetic.ArithmeticConfig(operators=("+", "-"), operands=(10, 99), held_out=HELD_OUT)
     train, held_out = arithmetic.generate(two_digits)
     random.Random("held out").shuffle(held_out)  # its first rows are watched in training
     random.Random(seed).shuffle(train)

@@ -5,20 +5,37 @@ Help, errors of the configuration, `runs`, `show` and `diff` do without torch, s
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import tinyllm
-from tinyllm.commands.text import Command, overview, table, training_help, width
-from tinyllm.config.sections import CONFIGS
+from tinyllm.commands.arguments import (
+    EVAL_USAGE,
+    PLAN_USAGE,
+    CapstoneArguments,
+    DiffArguments,
+    EvalArguments,
+    PlanArguments,
+    ProbeArguments,
+    ReplayArguments,
+    ReportArguments,
+    RunsArguments,
+    ScoreArguments,
+    ServeArguments,
+    ShowArguments,
+    TrainArguments,
+)
+from tinyllm.commands.text import Command, command_help, overview, table, width
+from tinyllm.config.sections import CONFIGS, DPOConfig, GRPOConfig, SFTConfig
+from tinyllm.config.words import NoArguments, parse_words
 from tinyllm.distributed.ranks import claim_report, current_ranks, is_peer_failure, several
-from tinyllm.errors import ConfigError, RunError, TinyLLMError
+from tinyllm.errors import ConfigError, RunError, TinyLLMError, closest
+from tinyllm.evals.config import SuiteConfig
 from tinyllm.record.files import FULL
 
 
@@ -73,13 +90,16 @@ def _dispatch(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"tinyllm {tinyllm.__version__}")
         return 0
-    if words[0] not in COMMANDS:
-        import difflib
-
-        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        hint = f"did you mean `tinyllm {close[0]}`?" if close else f"there is: {', '.join(COMMANDS)}"
-        raise ConfigError(f"unknown command {words[0]!r}; {hint}")
-    return COMMANDS[words[0]].run(words[1:])
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        close = closest(name, COMMANDS)
+        hint = f"did you mean `tinyllm {close}`?" if close else f"there is: {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {name!r}; {hint}")
+    command = COMMANDS[name]
+    if {"-h", "--help"} & set(rest):
+        print(command_help(name, command))
+        return 0
+    return command.run(*parse_words(rest, command.own, command.kind, f"tinyllm {name}"))
 
 
 def _fail(message: str, code: int, *, told: bool = False) -> int:
@@ -94,33 +114,19 @@ def _fail(message: str, code: int, *, told: bool = False) -> int:
     return code
 
 
-class Arguments(argparse.ArgumentParser):
-    """An argument parser that fails as everything else here does."""
-
-    def __init__(self, name: str):
-        command = COMMANDS[name]
-        super().__init__(
-            prog=f"tinyllm {name}", description=command.about, epilog=f"example: {command.example}", add_help=True
-        )
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message} (see: {self.prog} --help)")
-
-
 # Training
 
 
-def _train(kind: str, words: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(words):
-        print(training_help(CONFIGS[kind], COMMANDS[kind].about))
-        return 0
-    from tinyllm.config.io import load_toml, overlay, parse_overrides
+Options = Mapping[str, Any]
+"""Options of a configuration, by dotted name."""
 
-    rest, special = _take(words, ("config", "resume"))
-    given = parse_overrides(rest, CONFIGS[kind])
-    resumed = special.get("resume")
+
+def _train(kind: str, given: TrainArguments, options: Options) -> int:
+    from tinyllm.config.io import load_toml, overlay
+
+    resumed = given.resume
     if resumed is not None:
-        if "config" in special or any(not name.startswith("engine.") for name in given):
+        if given.config is not None or any(not name.startswith("engine.") for name in options):
             raise ConfigError(
                 "--resume goes on with the run's own configuration (only servers may have moved: --engine.urls); "
                 "leave out the other options"
@@ -129,8 +135,8 @@ def _train(kind: str, words: Sequence[str]) -> int:
 
         config = RunDir.read(resumed).config
     else:
-        config = load_toml(special["config"], CONFIGS[kind]()) if "config" in special else CONFIGS[kind]()
-        config = overlay(config, given)
+        config = load_toml(given.config, CONFIGS[kind]()) if given.config is not None else CONFIGS[kind]()
+        config = overlay(config, options)
 
     from tinyllm.callbacks import Callback
     from tinyllm.view.callbacks import run_callbacks
@@ -144,7 +150,9 @@ def _train(kind: str, words: Sequence[str]) -> int:
 
     try:
         if resumed is not None:
-            resume(resumed, engine={name.removeprefix("engine."): x for name, x in given.items()}, callbacks=callbacks)
+            resume(
+                resumed, engine={name.removeprefix("engine."): x for name, x in options.items()}, callbacks=callbacks
+            )
         else:
             train(config, callbacks=callbacks)
     finally:
@@ -152,30 +160,10 @@ def _train(kind: str, words: Sequence[str]) -> int:
     return 0
 
 
-def _take(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Words without the options of these names, and those options' values."""
-    rest: list[str] = []
-    found: dict[str, str] = {}
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in names:
-            rest.append(word)
-            continue
-        if not equals and (not queue or queue[0].startswith("--")):
-            raise ConfigError(f"--{name} needs a path")
-        found[name] = value if equals else queue.pop(0)
-        if not found[name]:  # as from an unset shell variable; it would mean the current folder
-            raise ConfigError(f"--{name} needs a path, got an empty one")
-    return rest, found
-
-
 # Looking around
 
 
-def _models(words: Sequence[str]) -> int:
-    Arguments("models").parse_args(words)
+def _models(given: NoArguments, options: Options) -> int:
     from tinyllm.model.models import list_models
 
     rows = []
@@ -187,8 +175,7 @@ def _models(words: Sequence[str]) -> int:
     return 0
 
 
-def _tasks(words: Sequence[str]) -> int:
-    Arguments("tasks").parse_args(words)
+def _tasks(given: NoArguments, options: Options) -> int:
     from tinyllm.tasks import list_tasks
 
     print(table(list_tasks()))
@@ -196,8 +183,7 @@ def _tasks(words: Sequence[str]) -> int:
     return 0
 
 
-def _doctor(words: Sequence[str]) -> int:
-    Arguments("doctor").parse_args(words)
+def _doctor(given: NoArguments, options: Options) -> int:
     from tinyllm.commands.doctor import examine
 
     findings = examine()
@@ -210,20 +196,13 @@ def _doctor(words: Sequence[str]) -> int:
     return 1 if broken else 0
 
 
-def _report(words: Sequence[str]) -> int:
-    parser = Arguments("report")
-    parser.add_argument("run", help="run directory")
-    parser.add_argument("other", nargs="?", help="a second run directory, to compare with")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the HTML file (default: report.html in RUN)")
-    given = parser.parse_args(words)
+def _report(given: ReportArguments, options: Options) -> int:
     from tinyllm.record.rundir import RunDir
 
     runs = [RunDir.read(path) for path in (given.run, given.other) if path is not None]
     for run in runs:
         if not run.metrics():
             raise RunError(f"{run.path}: metrics.jsonl is missing or empty, so there is nothing to draw")
-    if given.output == "":
-        raise ConfigError("-o needs a file, got an empty name")
     from tinyllm.view.html import write_html
     from tinyllm.view.plot import write_report
 
@@ -233,20 +212,14 @@ def _report(words: Sequence[str]) -> int:
     return 0
 
 
-def _runs(words: Sequence[str]) -> int:
-    parser = Arguments("runs")
-    parser.add_argument("folder", nargs="?", default="runs", help="folder of run directories (default: runs)")
+def _runs(given: RunsArguments, options: Options) -> int:
     from tinyllm.view.run import list_runs
 
-    print(table(list_runs(parser.parse_args(words).folder)))
+    print(table(list_runs(given.folder)))
     return 0
 
 
-def _show(words: Sequence[str]) -> int:
-    parser = Arguments("show")
-    parser.add_argument("run", help="run directory")
-    parser.add_argument("--step", type=int, help="show the rollouts of this step instead")
-    given = parser.parse_args(words)
+def _show(given: ShowArguments, options: Options) -> int:
     from tinyllm.record.rundir import RunDir
     from tinyllm.view.run import describe_run, describe_step
 
@@ -255,11 +228,7 @@ def _show(words: Sequence[str]) -> int:
     return 0
 
 
-def _diff(words: Sequence[str]) -> int:
-    parser = Arguments("diff")
-    parser.add_argument("first", help="run directory")
-    parser.add_argument("second", help="run directory")
-    given = parser.parse_args(words)
+def _diff(given: DiffArguments, options: Options) -> int:
     from tinyllm.record.diff import compare_runs
     from tinyllm.record.rundir import RunDir
 
@@ -268,15 +237,7 @@ def _diff(words: Sequence[str]) -> int:
     return 0 if comparison.equal else 1
 
 
-def _replay(words: Sequence[str]) -> int:
-    parser = Arguments("replay")
-    parser.add_argument("run", help="run directory")
-    parser.add_argument("--steps", metavar="A:B", help="only these steps, from the nearest checkpoint before them")
-    parser.add_argument("--sample", action="store_true", help="sample every completion again too")
-    parser.add_argument("--objective", metavar="PRESET", help="what if: another preset, on the recorded rollouts")
-    parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="what if: another reward function")
-    parser.add_argument("--tolerance", type=float, help="compare numbers within this, not hashes (another machine)")
-    given = parser.parse_args(words)
+def _replay(given: ReplayArguments, options: Options) -> int:
     steps = _span(given.steps)
     from tinyllm.record.rundir import RunDir
     from tinyllm.view.progress import ReplayProgress
@@ -316,7 +277,7 @@ def _span(text: str | None) -> tuple[int, int] | None:
     return int(first), int(last if colon else first)
 
 
-def _replay_lines(result: Any, given: argparse.Namespace) -> list[str]:
+def _replay_lines(result: Any, given: ReplayArguments) -> list[str]:
     count = len(result.steps)
     lines = []
     if result.conditions:
@@ -333,13 +294,7 @@ def _replay_lines(result: Any, given: argparse.Namespace) -> list[str]:
     return [*lines, f"{count} steps, {what}" + (", sampled again too" if given.sample else "")]
 
 
-def _capstone(words: Sequence[str]) -> int:
-    parser = Arguments("capstone")
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="where to start (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of rows, order and sampling (default: 0)")
-    parser.add_argument("--out", metavar="DIR", help="folder to write, or to go on with (default: capstones/<time>)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
-    given = parser.parse_args(words)
+def _capstone(given: CapstoneArguments, options: Options) -> int:
     from tinyllm.capstone.stages import CapstonePlan
     from tinyllm.commands.capstone import capstone
 
@@ -347,34 +302,34 @@ def _capstone(words: Sequence[str]) -> int:
     return 0
 
 
-def _score(words: Sequence[str]) -> int:
-    from tinyllm.commands.score import main as score
+def _score(given: ScoreArguments, options: Options) -> int:
+    from tinyllm.commands.score import main as run
 
-    return score(words)
-
-
-def _probe(words: Sequence[str]) -> int:
-    from tinyllm.commands.score import probe_main
-
-    return probe_main(words)
+    return run(given, options)
 
 
-def _eval(words: Sequence[str]) -> int:
-    from tinyllm.commands.eval import main as evaluate
+def _probe(given: ProbeArguments, options: Options) -> int:
+    from tinyllm.commands.score import probe_main as run
 
-    return evaluate(words)
-
-
-def _serve(words: Sequence[str]) -> int:
-    from tinyllm.commands.serve import main as serve
-
-    return serve(Arguments("serve"), words)
+    return run(given, options)
 
 
-def _plan(words: Sequence[str]) -> int:
-    from tinyllm.commands.plan import main as plan
+def _eval(given: EvalArguments, options: Options) -> int:
+    from tinyllm.commands.eval import main as run
 
-    return plan(Arguments("plan"), words)
+    return run(given, options)
+
+
+def _serve(given: ServeArguments, options: Options) -> int:
+    from tinyllm.commands.serve import main as run
+
+    return run(given, options)
+
+
+def _plan(given: PlanArguments, options: Options) -> int:
+    from tinyllm.commands.plan import main as run
+
+    return run(given, options)
 
 
 COMMANDS = {
@@ -382,60 +337,86 @@ COMMANDS = {
         "Train a model with Group Relative Policy Optimization on a verifiable reward.",
         "tinyllm grpo --data rows.jsonl --reward rewards.py:score --steps 100",
         partial(_train, "grpo"),
+        TrainArguments,
+        GRPOConfig,
     ),
     "sft": Command(
         "Train a model on completions that are given (supervised fine-tuning).",
         "tinyllm sft --data rows.jsonl --epochs 2",
         partial(_train, "sft"),
+        TrainArguments,
+        SFTConfig,
     ),
     "dpo": Command(
         "Train a model on pairs of a better and a worse completion (Direct Preference Optimization).",
         "tinyllm dpo --from-run runs/20260101-120000 --model MODEL",
         partial(_train, "dpo"),
+        TrainArguments,
+        DPOConfig,
     ),
     "eval": Command(
         "Evaluate models on a frozen suite: accuracy with intervals, paired comparisons.",
         "tinyllm eval smollm2-135m-instruct RUN --task arithmetic",
         _eval,
+        EvalArguments,
+        SuiteConfig,
+        EVAL_USAGE,
     ),
     "serve": Command(
         "Serve a model over HTTP, as OpenAI's API: token ids, log-probabilities, seeds, weight updates.",
         "tinyllm serve smollm2-135m-instruct --port 8000",
         _serve,
+        ServeArguments,
     ),
     "capstone": Command(
         "Take the bundled model from base over SFT and DPO to GRPO, evaluate every stage, write one report.",
         "tinyllm capstone --seed 0",
         _capstone,
+        CapstoneArguments,
     ),
     "plan": Command(
         "Work out memory and step time of a configuration on a number of GPUs, hop by hop, before it runs.",
         "tinyllm plan --model MODEL --gpus 8 --run RUN",
         _plan,
+        PlanArguments,
+        GRPOConfig,
+        PLAN_USAGE,
     ),
-    "models": Command("List the models that come with tinyllm.", "tinyllm models", _models),
-    "tasks": Command("List the tasks and data recipes.", "tinyllm tasks", _tasks),
-    "doctor": Command("Check this machine: numeric properties, memory, packages.", "tinyllm doctor", _doctor),
-    "runs": Command("List the runs in a folder, with their results.", "tinyllm runs runs/", _runs),
-    "show": Command("Show what a run was, how far it got, what it sampled.", "tinyllm show RUN --step 20", _show),
+    "models": Command("List the models that come with tinyllm.", "tinyllm models", _models, NoArguments),
+    "tasks": Command("List the tasks and data recipes.", "tinyllm tasks", _tasks, NoArguments),
+    "doctor": Command(
+        "Check this machine: numeric properties, memory, packages.", "tinyllm doctor", _doctor, NoArguments
+    ),
+    "runs": Command("List the runs in a folder, with their results.", "tinyllm runs runs/", _runs, RunsArguments),
+    "show": Command(
+        "Show what a run was, how far it got, what it sampled.", "tinyllm show RUN --step 20", _show, ShowArguments
+    ),
     "report": Command(
         "Write what a run recorded as one page: report.html (and its curves as report.png); two runs are compared.",
         "tinyllm report RUN OTHER_RUN -o report.html",
         _report,
+        ReportArguments,
     ),
     "replay": Command(
         "Compute a run again from its record and compare every step to the last bit.",
         "tinyllm replay RUN --steps 10:20 --sample",
         _replay,
+        ReplayArguments,
     ),
-    "diff": Command("Find the first step, hop and row where two runs part, and why.", "tinyllm diff RUN1 RUN2", _diff),
+    "diff": Command(
+        "Find the first step, hop and row where two runs part, and why.", "tinyllm diff RUN1 RUN2", _diff, DiffArguments
+    ),
     "score": Command(
         "Score completions in a file with a verifier.",
         "tinyllm score FILE.jsonl --verifier arithmetic --explain",
         _score,
+        ScoreArguments,
     ),
     "probe": Command(
-        "Attack a verifier, before training does.", "tinyllm probe --verifier arithmetic --data rows.jsonl", _probe
+        "Attack a verifier, before training does.",
+        "tinyllm probe --verifier arithmetic --data rows.jsonl",
+        _probe,
+        ProbeArguments,
     ),
 }
 

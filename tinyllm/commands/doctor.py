@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+from tinyllm.errors import EXTRAS, is_installed
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,6 @@ class MachineCheck:
     remedy: str = ""
 
 
-EXTRAS = {
-    "tensorboard": ("tensorboard", "pip install 'tinyllm[track]'"),
-    "wandb": ("wandb", "pip install 'tinyllm[track]'"),
-    "ray": ("ray", "pip install 'tinyllm[cluster]'"),
-    "trackio": ("trackio", "pip install 'tinyllm[track]'"),
-}
 NEED_GIB = 4.0
 """Memory of the default run: weights, optimizer and activations of the bundled model in float32."""
 NEED_DISK_GIB = 5.0
@@ -99,9 +94,12 @@ def _model() -> MachineCheck:
 
 
 def _extras() -> list[MachineCheck]:
-    return [
-        MachineCheck("ok", f"extra: {name}", "installed")
-        if importlib.util.find_spec(module)
-        else MachineCheck("note", f"extra: {name}", "not installed", remedy)
-        for name, (module, remedy) in EXTRAS.items()
-    ]
+    found = []
+    for extra, modules in EXTRAS.items():
+        missing = [name for name in modules if not is_installed(name)]
+        if missing:
+            detail = f"not installed: {', '.join(missing)}"
+            found.append(MachineCheck("note", f"extra: {extra}", detail, f"pip install 'tinyllm[{extra}]'"))
+        else:
+            found.append(MachineCheck("ok", f"extra: {extra}", "installed"))
+    return found

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyllm.config.io import load_toml, overlay, parse_overrides
+from tinyllm.commands.arguments import PlanArguments
+from tinyllm.config.io import load_toml, overlay
 from tinyllm.config.sections import GRPOConfig
 from tinyllm.errors import ConfigError, ModelError, RunError
 from tinyllm.plan.room import MOST_DEVICES
@@ -25,43 +25,16 @@ if TYPE_CHECKING:
     from tinyllm.plan.work import Layout, Workload
 
 GIB = 2.0**30
-NUMBERS = {
-    "tflops": "TFLOP/s of a matrix product on one device, in the model's dtype",
-    "bandwidth_gb_s": "GB/s of a device's memory",
-    "gpu_memory_gib": "GiB of a device",
-    "network_gb_s": "GB/s a device receives from the others",
-    "disk_gb_s": "GB/s of the disk that runs are written to",
-    "verify_s": "seconds of one verifier for one rollout",
-    "prompt_tokens": "mean length of prompts (default: the run's, else data.max_prompt_tokens)",
-    "completion_tokens": "mean length of completions (default: the run's, else sampling.max_new_tokens)",
-}
-SHARES = {
-    "efficiency": "share of TFLOP/s and bandwidth that is reached (default: 0.4)",
-    "live_share": "share of tokens in groups with signal, which alone are trained (default: the run's, else 1)",
-}
-COUNTS = {
-    "gpus": (1, "devices in all: GPUs, or whole CPUs of machines (default: %(default)s)"),
-    "engine_gpus": (0, "of these, devices of engines; 0 = the trainers sample themselves (default: %(default)s)"),
-    "gpus_per_engine": (1, "devices of one engine (default: %(default)s)"),
-    "max_lag": (None, "revisions a group may be old when trained; 0 = synchronous (default: pool.max_lag)"),
-}
-EPILOG = (
-    "Every option of `tinyllm grpo` describes the job, as in --model NAME, --train.prompts_per_step 64, "
-    "--sampling.max_new_tokens 1024, --lora.rank 16, --model.gradient_checkpointing, --objective.beta 0.04, "
-    "--reward.workers 16 (or --pool.verifiers, the verifiers). MODEL may be a folder with nothing but a config.json."
-)
 
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def main(given: PlanArguments, options: Mapping[str, Any]) -> int:
     """Run the command and return its exit code. Raises the errors of errors.py."""
-    _add_options(parser)
-    given, rest = parser.parse_known_args(words)
     _check(given)
     run = RunDir.read(given.run) if given.run else None
     if run is not None and run.config.kind != "grpo":
         raise RunError(f"{run.path} is a run of {run.config.kind}, which does not sample; give --run a run of grpo")
     base = run.config if run is not None else GRPOConfig()
-    config = overlay(load_toml(given.config, base) if given.config else base, parse_overrides(rest, GRPOConfig))
+    config = overlay(load_toml(given.config, base) if given.config else base, options)
     plan, warnings = make(given, config, run)
     if given.json:
         print(json.dumps(as_json(plan, warnings), indent=2))
@@ -73,36 +46,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 0
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.allow_abbrev = False  # --model is not --model.dtype
-    parser.epilog = f"{EPILOG} {parser.epilog}"
-    add = parser.add_argument
-    for name, (default, text) in COUNTS.items():
-        add(_flag(name), type=int, default=default, metavar="N", help=text)
-    add("--run", metavar="RUN", help="a run directory: its configuration, lengths, shares and rates are the start")
-    add("--measure", action="store_true", help="probe this machine for a few seconds: products, memory, disk")
-    for name, text in (NUMBERS | SHARES).items():
-        add(_flag(name), type=float, metavar="X", help=text)
-    add("--config", metavar="FILE.toml", help="the job's options from a file")
-    add("--json", action="store_true", help="print the plan as JSON")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _check(given: argparse.Namespace) -> None:
-    for name in (*NUMBERS, *SHARES):
-        value = getattr(given, name)
-        if value is not None and not (value > 0 and math.isfinite(value)) and not (name == "verify_s" and value == 0):
-            raise ConfigError(f"{_flag(name)} {value:g}: must be more than 0")
-    for name in SHARES:
-        if (getattr(given, name) or 0) > 1:
-            raise ConfigError(f"{_flag(name)} {getattr(given, name):g}: is a share, so at most 1")
-    for name, (default, _) in COUNTS.items():
-        least, value = default or 0, getattr(given, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{_flag(name)} {value}: must be at least {least}")
+def _check(given: PlanArguments) -> None:
     if given.gpus > MOST_DEVICES:
         raise ConfigError(f"--gpus {given.gpus}: plans are made for at most {MOST_DEVICES} devices; lower it")
     if given.engine_gpus >= given.gpus:
@@ -115,9 +59,6 @@ def _check(given: argparse.Namespace) -> None:
         )
     if (given.tflops is None) != (given.bandwidth_gb_s is None):
         raise ConfigError("--tflops and --bandwidth-gb-s belong together: decode is bound by one or the other")
-    for name in ("run", "config"):
-        if getattr(given, name) == "":  # as from an unset shell variable
-            raise ConfigError(f"--{name} needs a path, got an empty one")
 
 
 # From options to a plan
@@ -132,7 +73,7 @@ class Lengths:
     longest: int
 
 
-def make(given: argparse.Namespace, config: GRPOConfig, run: RunDir | None) -> tuple[Plan, list[str]]:
+def make(given: PlanArguments, config: GRPOConfig, run: RunDir | None) -> tuple[Plan, list[str]]:
     """The plan of a configuration, and what was assumed about it. Raises ConfigError, ModelError, RunError."""
     from tinyllm.model.memory import model_shape
     from tinyllm.plan.cost import make_plan
@@ -155,6 +96,7 @@ def make(given: argparse.Namespace, config: GRPOConfig, run: RunDir | None) -> t
         longest=lengths.longest,
         draws=facts.draws if facts is not None else 1.0,
         live_share=given.live_share or (facts.job.live_share if facts is not None else 1.0),
+        adapters=facts is not None and facts.job.publish_adapters,
     )
     if given.live_share is None and facts is None:
         warnings.append("every group is taken to have signal (--live-share)")
@@ -189,7 +131,7 @@ def _run_dtype(run: RunDir) -> torch.dtype:
     return pick_dtype(run.manifest["facts"].get("dtype") or run.config.model.dtype)
 
 
-def _dtype(given: argparse.Namespace, config: GRPOConfig, run: RunDir | None) -> torch.dtype:
+def _dtype(given: PlanArguments, config: GRPOConfig, run: RunDir | None) -> torch.dtype:
     """auto is bfloat16 on hardware that is given, the run's own with a run, else what suits this machine."""
     from tinyllm.model.models import pick_device, pick_dtype
 
@@ -200,7 +142,7 @@ def _dtype(given: argparse.Namespace, config: GRPOConfig, run: RunDir | None) ->
     return pick_dtype(config.model.dtype, pick_device(config.model.device))
 
 
-def _lengths(given: argparse.Namespace, config: GRPOConfig, facts: RunFacts | None) -> tuple[Lengths, list[str]]:
+def _lengths(given: PlanArguments, config: GRPOConfig, facts: RunFacts | None) -> tuple[Lengths, list[str]]:
     """Given, else the run's, else the configuration's bounds, which is said."""
     new, notes = config.sampling.max_new_tokens, []
     prompt, completion = given.prompt_tokens, given.completion_tokens
@@ -240,7 +182,7 @@ def _check_lengths(config: GRPOConfig, shape: ModelShape, lengths: Lengths) -> N
 
 
 def _rates(
-    given: argparse.Namespace,
+    given: PlanArguments,
     config: GRPOConfig,
     dtype: torch.dtype,
     facts: RunFacts | None,
@@ -266,7 +208,7 @@ def _rates(
 
     def told(name: str, unit: float) -> Rate | None:
         value = getattr(given, name)
-        return None if value is None else Rate(value * unit, "given", _flag(name))
+        return None if value is None else Rate(value * unit, "given", f"--{name.replace('_', '-')}")
 
     hardware: dict[str, Any] = {
         "compute": told("tflops", 1e12),

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyllm.config.sections import ArithmeticConfig, RewardConfig
+from tinyllm.commands.arguments import ProbeArguments, ScoreArguments, VerifierArguments
+from tinyllm.config.sections import RewardConfig
 from tinyllm.errors import DataError, UserError
 from tinyllm.records import Completion, Prompt, Revision, Verdict
 from tinyllm.rewards.base import Verifier
 from tinyllm.rewards.combine import make_parts
 from tinyllm.rewards.judge import RewardJudge
-from tinyllm.rewards.probe import ROWS, probe
+from tinyllm.rewards.probe import probe
 from tinyllm.rewards.rowcheck import self_test
 from tinyllm.stats import wilson
 from tinyllm.tasks.files import nearest, read_file, rename
@@ -36,43 +35,25 @@ class Scored:
     verdict: Verdict
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(given: ScoreArguments, options: Mapping[str, Any]) -> int:
     """`tinyllm score FILE --verifier SPEC`: returns the exit code (1 when rows stayed unscored)."""
-    parser = _Parser("tinyllm score", description="Score completions in a file with a verifier or reward function.")
-    parser.add_argument(
-        "file", help=".jsonl or .parquet; one row per completion, beside the columns its verifier reads"
-    )
-    _common(parser)
-    parser.add_argument("--explain", action="store_true", help="one line per row: verdict, answer, and why")
-    parser.add_argument("--out", help="write the verdicts to this .jsonl file")
-    arguments = parser.parse_args(argv)
-    scored = score_file(arguments.file, _reward(arguments), _columns(arguments.columns))
-    if arguments.explain:
-        verifiers = [part.judge for part in make_parts(_reward(arguments), None) if isinstance(part.judge, Verifier)]
+    if given.file is None:
+        raise UserError("tinyllm score: FILE is missing (see: tinyllm score --help)")
+    scored = score_file(given.file, _reward(given), _columns(given.columns))
+    if given.explain:
+        verifiers = [part.judge for part in make_parts(_reward(given), None) if isinstance(part.judge, Verifier)]
         for item in scored:
             print(explain(item, verifiers))
-    if arguments.out:
-        _write(Path(arguments.out), scored)
+    if given.out:
+        _write(Path(given.out), scored)
     print(summary([item.verdict for item in scored]))
     return 1 if any(item.verdict.value is None for item in scored) else 0
 
 
-def probe_main(argv: Sequence[str] | None = None) -> int:
+def probe_main(given: ProbeArguments, options: Mapping[str, Any]) -> int:
     """`tinyllm probe --verifier SPEC [--data FILE]`: returns the exit code (1 when an attack pays)."""
-    parser = _Parser("tinyllm probe", description="Attack a verifier or reward function and report what pays.")
-    _common(parser)
-    parser.add_argument("--data", help=".jsonl or .parquet with task rows; without it, the arithmetic task")
-    parser.add_argument("--rows", type=int, default=ROWS, help=f"rows to attack (default {ROWS})")
-    arguments = parser.parse_args(argv)
-    if arguments.rows < 1:
-        raise UserError(f"--rows {arguments.rows}: attack at least 1 row")
-    rows = _task_rows(arguments.data, _columns(arguments.columns))
-    reward = _reward(arguments)
+    rows = _task_rows(given.data, _columns(given.columns))
+    reward = _reward(given)
     faults = self_test(reward, None, rows)
     usable = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
     if not usable:
@@ -84,7 +65,7 @@ def probe_main(argv: Sequence[str] | None = None) -> int:
     judge = RewardJudge(make_parts(reward, None), reward.timeout_s, reward.workers)
     try:
         judge.prepare(list(usable[0][1]))
-        found = probe(judge, [_prompt(place, row) for place, row in usable], arguments.rows)
+        found = probe(judge, [_prompt(place, row) for place, row in usable], given.rows)
     finally:
         judge.close()
     for finding in found:
@@ -165,31 +146,11 @@ def _kind(reason: str) -> str:
     return reason[:100]
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--verifier",
-        action="append",
-        required=True,
-        help="a verifier (math:rule=boxed) or module:function; may be given again",
-    )
-    parser.add_argument("--weights", default="", help="one weight per verifier, between commas")
-    parser.add_argument("--columns", default="", help="our column = yours: answer=solution,completion=output")
-    parser.add_argument("--timeout-s", type=float, default=10.0, help="seconds one verdict may take (default 10)")
-    parser.add_argument(
-        "--unsafe-no-sandbox", action="store_true", help="run code without a sandbox: only code you trust"
-    )
-    parser.add_argument("--workers", type=int, default=2, help="processes that verify (default 2)")
-
-
-def _reward(arguments: argparse.Namespace) -> RewardConfig:
-    try:
-        weights = tuple(float(word) for word in arguments.weights.split(",") if word)
-    except ValueError:
-        raise UserError(f"--weights {arguments.weights!r}: give numbers between commas") from None
-    if arguments.timeout_s <= 0 or arguments.workers < 1:
-        raise UserError(f"--timeout-s {arguments.timeout_s:g}, --workers {arguments.workers}: both must be above 0")
-    specs = [_unsafe(spec) if arguments.unsafe_no_sandbox else spec for spec in arguments.verifier]
-    return RewardConfig(tuple(specs), weights, timeout_s=arguments.timeout_s, workers=arguments.workers)
+def _reward(given: VerifierArguments) -> RewardConfig:
+    if not given.verifier:
+        raise UserError("--verifier is missing; give a verifier (math:rule=boxed) or module:function")
+    specs = [_unsafe(spec) if given.unsafe_no_sandbox else spec for spec in given.verifier]
+    return RewardConfig(tuple(specs), given.weights, timeout_s=given.timeout_s, workers=given.workers)
 
 
 def _unsafe(spec: str) -> str:
@@ -230,7 +191,7 @@ def _prompt(place: str, row: Mapping[str, Any]) -> Prompt:
 def _task_rows(file: str | None, columns: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
     if file is not None:
         return [(place, rename(row, columns, place)) for place, row in read_file(file)]
-    from tinyllm.tasks.arithmetic import generate
+    from tinyllm.tasks.arithmetic import ArithmeticConfig, generate
 
     return [(repr(row["prompt"]), row) for row in generate(ArithmeticConfig())[1]]
 
@@ -249,7 +210,3 @@ def _write(path: Path, scored: Sequence[Scored]) -> None:
                 file.write(json.dumps({**record, "parts": dict(verdict.parts)}, ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

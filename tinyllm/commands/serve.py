@@ -2,82 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
-from tinyllm.errors import ConfigError, ModelError
+from tinyllm.commands.arguments import ServeArguments
+from tinyllm.errors import ConfigError, ModelError, require_extra
 from tinyllm.serve.access import ADMIN_KEY, API_KEY, key_of, require_key
 
-NEEDED = ("starlette", "uvicorn", "prometheus_client")
-"""What the extra `serve` installs."""
 _MAX_LENGTH = 1024
 """Default bound on prompt and completion; the model's own may be far more than a key-value cache has room for."""
 
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def main(given: ServeArguments, options: Mapping[str, Any]) -> int:
     """Run the command and return its exit code. Raises the errors of errors.py."""
-    _add_options(parser)
-    given = parser.parse_args(words)
     api_key = key_of("--api-key", given.api_key, API_KEY)
     admin_key = key_of("--admin-key", given.admin_key, ADMIN_KEY)
     _check(given)
     require_key(given.host, api_key)
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"tinyllm serve needs {' and '.join(missing)}: pip install 'tinyllm[serve]'")
+    require_extra("serve", "tinyllm serve")
     return _serve(given, api_key, admin_key)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="bundled name, folder, hub id, RUN, RUN@best, or RUN@20 (a checkpoint)")
-    add("--host", default="127.0.0.1", help="address to listen on; others than loopback need an API key (%(default)s)")
-    add("--port", type=int, default=8000, help="port; 0 = a free one, which is printed (%(default)s)")
-    add("--model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
-    add("--max-batch", type=int, default=64, metavar="N", help="completions decoded together (%(default)s)")
-    add(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help=f"tokens of prompt and completion (the model's, at most {_MAX_LENGTH})",
-    )
-    add("--max-queue", type=int, default=1024, metavar="N", help="completions that may wait (%(default)s)")
-    add("--max-body-mb", type=float, default=4.0, metavar="MB", help="largest request (%(default)s)")
-    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute type (%(default)s)")
-    add("--device", default="auto", help="auto, cpu, cuda, mps (%(default)s)")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
-    add(
-        "--api-key",
-        metavar="KEY",
-        help=f"clients must send it as a bearer token (or {API_KEY}, which ps does not show)",
-    )
-    add("--admin-key", metavar="KEY", help=f"opens the routes that pause and change weights (or {ADMIN_KEY})")
-    add(
-        "--drain-s",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds to finish what runs after SIGTERM (%(default)s)",
-    )
-
-
-def _check(given: argparse.Namespace) -> None:
-    least = {"max_batch": 1, "max_length": 2, "max_queue": 0, "threads": 1, "drain_s": 0, "port": 0}
-    for name, bound in least.items():
-        value = getattr(given, name)
-        if value is not None and not value >= bound:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {bound}")
-    if given.port > 65535:
-        raise ConfigError(f"--port {given.port}: must be at most 65535")
-    if not 0.001 <= given.max_body_mb <= 1024:
-        raise ConfigError(f"--max-body-mb {given.max_body_mb:g}: must be from 0.001 to 1024")
+def _check(given: ServeArguments) -> None:
     if given.model.startswith(("http://", "https://")):
         raise ConfigError(f"{given.model} is a server already; name a model, a folder or a run")
 
 
-def _serve(given: argparse.Namespace, api_key: str | None, admin_key: str | None) -> int:
+def _serve(given: ServeArguments, api_key: str | None, admin_key: str | None) -> int:
     import torch
 
     from tinyllm.model import models
@@ -120,7 +73,7 @@ def _serve(given: argparse.Namespace, api_key: str | None, admin_key: str | None
     return 0
 
 
-def _max_length(given: argparse.Namespace, positions: int | None) -> int:
+def _max_length(given: ServeArguments, positions: int | None) -> int:
     """Tokens of prompt and completion together. Raises ModelError for more than the model has positions."""
     if given.max_length is None:
         return min(positions or _MAX_LENGTH, _MAX_LENGTH)

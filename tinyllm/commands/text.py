@@ -9,17 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinyllm.config.options import describe_type, options, to_text
+from tinyllm.config.options import Option, describe_type, options, plain_type, to_text
 from tinyllm.config.sections import SHORTCUTS
+from tinyllm.config.words import own_options
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command: what it does, in a line; its arguments; the function that runs it and returns the exit code."""
+    """One command: what it does, in a line; what it takes; the function that runs it and returns the exit code."""
 
     about: str
     example: str
-    run: Callable[[Sequence[str]], int]
+    run: Callable[[Any, Mapping[str, Any]], int]
+    own: type[Any]
+    """Its own arguments, a dataclass of options."""
+    kind: Any = None
+    """The configuration whose options it takes too."""
+    more: str = ""
+    """Said in its help, below what it does."""
 
 
 def overview(commands: Mapping[str, Command]) -> str:
@@ -42,24 +49,55 @@ def overview(commands: Mapping[str, Command]) -> str:
     )
 
 
-def training_help(kind: Any, about: str) -> str:
-    """`tinyllm grpo --help`: every option with its default and meaning, section by section."""
-    known = options(kind)
-    short = ", ".join(f"--{name}" for name in ("data", *(n for n, full in SHORTCUTS.items() if full in known)))
-    lines = [
-        about,
-        "",
-        f"  tinyllm {kind.kind} [--config FILE.toml] [--section.option VALUE ...]",
-        f"  tinyllm {kind.kind} --resume RUN" + (" [--engine.urls URL ...]" if "engine.urls" in known else ""),
-        "",
-        textwrap.fill(
-            f"A section may be left out where only one has the option: --lr 1e-5. Shorter still: {short}. "
-            "Lists are a,b,c; a true|false option alone means true; none unsets. "
-            "A TOML file has the same sections and names; the command line wins over it.",
-            width(),
-        ),
+def command_help(name: str, command: Command) -> str:
+    """`tinyllm NAME --help`: the command's own arguments, then every option with its default, section by section."""
+    known = own_options(command.own)
+    places = [_place(option) for option in known.values() if option.place]
+    usage = " ".join([f"tinyllm {name}", *places, *(["[--name VALUE ...]"] if len(known) > len(places) else [])])
+    if command.kind is not None:
+        usage += " [--section.option VALUE ...]"
+    lines = [textwrap.fill(command.about, width()), "", f"  {usage}", f"  example: {command.example}"]
+    lines += ["", *_filled(command.more)] if command.more else []
+    rows = [row for option in known.values() for row in _own_row(option)]
+    lines += ["", table(rows, indent=2)] if rows else []
+    if command.kind is None:
+        return "\n".join(lines)
+    short = ", ".join(
+        f"--{name}" for name in ("data", *(n for n, full in SHORTCUTS.items() if full in options(command.kind)))
+    )
+    told = (
+        f"A section may be left out where only one has the option: --max-new-tokens 64. Shorter still: {short}. "
+        "Lists are a,b,c; a true|false option alone means true; none unsets. "
+        "A TOML file has the same sections and names; the command line wins over it."
+    )
+    return "\n".join([*lines, "", textwrap.fill(told, width()), *option_lines(command.kind)])
+
+
+def _filled(text: str) -> list[str]:
+    """Lines as they are; a longer one is wrapped to the terminal."""
+    return [
+        part
+        for line in text.splitlines()
+        for part in ([line] if len(line) <= width() else textwrap.wrap(line, width()))
     ]
-    return "\n".join([*lines, *option_lines(kind)])
+
+
+def _place(option: Option) -> str:
+    name = option.name + (" ..." if describe_type(option.type).endswith("...") else "")
+    return name if option.default is ... else f"[{name}]"
+
+
+def _own_row(option: Option) -> list[tuple[str, str]]:
+    """What is typed, and what it means with its default."""
+    what = describe_type(option.type)
+    typed = option.name
+    if not option.place and plain_type(option.type)[0] is not bool:
+        typed += " " + (
+            option.shown or (what if "|" in what else {"whole number": "N", "number": "X"}.get(what, "TEXT"))
+        )
+    typed = f"-{option.short}, {typed}" if option.short else typed
+    told = option.default not in (None, ..., False, (), "")
+    return [(typed, option.help + (f" (default: {to_text(option.default)})" if told else ""))]
 
 
 def option_lines(kind: Any) -> list[str]:
@@ -71,7 +109,9 @@ def option_lines(kind: Any) -> list[str]:
         part, _, leaf = name.rpartition(".")
         if part != section:
             lines += [table(rows, indent=2, widths=WIDTHS)] if rows else []
-            lines += ["", bold(part or "general") + f"  {_section_help(kind, part)}"]
+            title = part or "general"
+            heading = textwrap.fill(f"{title}  {_section_help(kind, part)}", width(), subsequent_indent="  ")
+            lines += ["", bold(title) + heading.removeprefix(title)]
             section, rows = part, []
         what = describe_type(option.type)
         telling = "|" in what or (option.default is None and what != "text")

@@ -7,21 +7,20 @@ A mistake raises ConfigError in one line: the field, the value, and the remedy.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tinyllm.config.options import (
     coerce,
-    describe_type,
     nearest_name,
     options,
-    parse_text,
-    plain_type,
     resolve_name,
     show_value,
+    unknown_option,
 )
 from tinyllm.config.sections import SHORTCUTS, DPOConfig, GRPOConfig, SFTConfig
 from tinyllm.errors import ConfigError
@@ -84,7 +83,7 @@ def flatten(nested: Mapping[str, Any], kind: Any = GRPOConfig, *, loose: bool = 
             elif loose:
                 yield resolve_name(name, kind), value
             else:
-                raise ConfigError(f"unknown option {name!r}; {nearest_name(name, known, kind)}")
+                raise ConfigError(unknown_option(name, known, kind))
 
     return dict(walk("", nested))
 
@@ -130,6 +129,11 @@ def _check_run(c: GRPOConfig | SFTConfig | DPOConfig) -> None:
         raise ConfigError(
             f"optimizer.warmup_steps = {c.optimizer.warmup_steps}: more than train.steps = {c.train.steps}; lower it"
         )
+    if isinstance(c.data.held_out, str) and not c.data.held_out.endswith(DATA_SUFFIXES):
+        raise ConfigError(
+            f"data.held_out = {show_value(c.data.held_out)}: give a share of your rows (0.1) or a file "
+            f"({' or '.join(DATA_SUFFIXES)})"
+        )
 
 
 def _check_grpo(c: GRPOConfig) -> None:
@@ -139,6 +143,7 @@ def _check_grpo(c: GRPOConfig) -> None:
             f"reward.weights = {show_value(c.reward.weights)}: give one per function, {count} in all, or none"
         )
     _check_pool(c)
+    _check_overlong(c.train.overlong)
     low, high = c.objective.clip_low, c.objective.clip_high
     if low is not None and low > 1:
         raise ConfigError(f"objective.clip_low = {low}: a ratio cannot fall by more than 1; set it to 0.2")
@@ -157,6 +162,23 @@ def _check_pool(c: GRPOConfig) -> None:
             raise ConfigError(
                 f"pool.{name} = {value}: nothing samples beside the trainer; set pool.engines to 1 or more"
             )
+
+
+def _check_overlong(value: float | str | None) -> None:
+    word, comma, share = str(value).partition(",")
+    fits = word == "mask" and (not comma or (_is_number(share) and 0 <= float(share) < 1))
+    if isinstance(value, str) and not fits:
+        raise ConfigError(
+            f"train.overlong = {show_value(value)}: give a share of sampling.max_new_tokens (0.2; 0 = off), mask, or "
+            "both (mask,0.2)"
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 # Files and dictionaries
@@ -233,31 +255,3 @@ def load_toml(path: str | Path, base: Any = None) -> Any:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"--config {path}: {reason}; give a TOML file") from None
     return from_toml(text, base, where=str(path))
-
-
-def parse_overrides(words: Sequence[str], kind: Any = GRPOConfig) -> dict[str, Any]:
-    """Command-line words `--section.field value` (or `--section.field=value`) as dotted name -> checked value.
-
-    A bare `--flag` sets a true|false option. Raises ConfigError.
-    """
-    known = options(kind)
-    flat: dict[str, Any] = {}
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        if not word.startswith("--"):
-            raise ConfigError(
-                f"unexpected {word!r}; options are written --name value (see: tinyllm {kind.kind} --help)"
-            )
-        name, equals, text = word[2:].partition("=")
-        full = name if name == "data" else resolve_name(name, kind)
-        if not equals:
-            if queue and not queue[0].startswith("--"):
-                text = queue.pop(0)
-            elif full != "data" and plain_type(known[full].type)[0] is bool:
-                text = "true"
-            else:
-                hint = "file or dataset" if full == "data" else describe_type(known[full].type)
-                raise ConfigError(f"--{name} needs a value ({hint})")
-        flat |= shortcut("data", text) if full == "data" else {full: parse_text(known[full], text)}
-    return flat

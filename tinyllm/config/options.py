@@ -5,20 +5,22 @@ A mistake raises ConfigError in one line: the field, the value, and the remedy.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from tinyllm.config.old import MOVED
 from tinyllm.config.sections import SHORTCUTS, GRPOConfig
-from tinyllm.errors import ConfigError
+from tinyllm.errors import ConfigError, closest, nearest
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -28,11 +30,20 @@ class Option:
     """One leaf of a configuration class."""
 
     name: str
-    """Dotted: sampling.group_size."""
+    """Dotted: sampling.group_size; of a command's own arguments as it is typed: --max-batch."""
     type: Any
     default: Any
-    help: str
-    bounds: Mapping[str, float]
+    """... where one must be given."""
+    help: str = ""
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    may_be_empty: bool = True
+    place: bool = False
+    short: str = ""
+    shown: str = ""
+
+    def told(self, value: Any) -> str:
+        """The option with a value, as it stands in a message."""
+        return f"{self.name} {to_text(value)}" if self.name.startswith("-") else f"{self.name} = {show_value(value)}"
 
 
 @cache
@@ -49,7 +60,18 @@ def _leaves(default: Any, prefix: str) -> dict[str, Option]:
         if is_dataclass(value):
             found |= _leaves(value, name + ".")
         else:
-            found[name] = Option(name, types_[item.name], value, item.metadata["help"], item.metadata["bounds"])
+            found[name] = Option(name, types_[item.name], value, **item.metadata)
+    return found
+
+
+def settings(kind: Any) -> dict[str, Option]:
+    """The fields of a flat dataclass by name: the settings of a spec, or a command's own arguments."""
+    types_ = typing.get_type_hints(kind)
+    found = {}
+    for item in fields(kind):
+        default = item.default if item.default is not MISSING else ...
+        default = item.default_factory() if item.default_factory is not MISSING else default
+        found[item.name] = Option(item.name, types_[item.name], default, **item.metadata)
     return found
 
 
@@ -72,7 +94,15 @@ def resolve_name(name: str, kind: Any = GRPOConfig) -> str:
         return fits[0]
     if fits:
         raise ConfigError(f"option {name!r} could be {' or '.join(fits)}; give the whole name")
-    raise ConfigError(f"unknown option {name!r}; {nearest_name(name, known, kind)}")
+    raise ConfigError(unknown_option(name, known, kind))
+
+
+def unknown_option(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig) -> str:
+    """The message for an unknown name: where it went, if an earlier version had it; else the nearest one."""
+    for old, now in MOVED.items():
+        if (old == name or old.endswith("." + name)) and (now.option is None or now.option in known):
+            return f"option {old!r} {now}"
+    return f"unknown option {name!r}; {nearest_name(name, known, kind)}"
 
 
 def nearest_name(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig) -> str:
@@ -81,13 +111,14 @@ def nearest_name(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig)
     by_leaf: dict[str, str] = {}
     for full in known:
         by_leaf.setdefault(full.rpartition(".")[2], full)
-    for wanted, pool in ((name, {n: n for n in known}), (leaf, by_leaf)):
-        if close := difflib.get_close_matches(wanted, pool, n=1, cutoff=0.72 if pool is by_leaf else 0.8):
-            return f"did you mean {pool[close[0]]!r}?"
-    sections = {full.rpartition(".")[0] for full in known}
-    if close := difflib.get_close_matches(name.partition(".")[0], sections - {""}, n=1):
-        inside = [full.rpartition(".")[2] for full in known if full.startswith(close[0] + ".")]
-        return f"[{close[0]}] has: {', '.join(inside)}"
+    if close := closest(name, known, cutoff=0.8):
+        return f"did you mean {close!r}?"
+    if close := closest(leaf, by_leaf, cutoff=0.72):
+        return f"did you mean {by_leaf[close]!r}?"
+    sections = {full.rpartition(".")[0] for full in known} - {""}
+    if section := closest(name.partition(".")[0], sections):
+        inside = [full.rpartition(".")[2] for full in known if full.startswith(section + ".")]
+        return f"[{section}] has: {', '.join(inside)}"
     return f"see: tinyllm {kind.kind} --help"
 
 
@@ -95,17 +126,23 @@ def nearest_name(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig)
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:
-    """A type without its `| None`, and whether it had one."""
-    if get_origin(hint) in (types.UnionType, typing.Union):
-        rest = [arg for arg in get_args(hint) if arg is not type(None)]
-        return rest[0], True
-    return hint, False
+    """A type without its `| None`, and whether it had one; of several types their union."""
+    if not _is_union(hint):
+        return hint, False
+    rest = [arg for arg in get_args(hint) if arg is not type(None)]
+    return typing.Union[tuple(rest)], len(rest) < len(get_args(hint))  # noqa: UP007  made from a list
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (types.UnionType, typing.Union)
 
 
 def describe_type(hint: Any) -> str:
     """What to write for an option of this type, in words; choices are joined by |."""
     hint, _ = plain_type(hint)
     args = get_args(hint)
+    if _is_union(hint):
+        return " or ".join(map(describe_type, args))
     if get_origin(hint) is Literal:
         return "|".join(args)
     if get_origin(hint) is tuple:
@@ -124,7 +161,7 @@ def coerce(option: Option, value: Any) -> Any:
     try:
         result = _coerce(hint, value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{option.name} = {show_value(value)}: expected {describe_type(hint)}") from None
+        raise ConfigError(f"{option.told(value)}: expected {describe_type(hint)}") from None
     for item in result if isinstance(result, tuple) else (result,):
         _check_bounds(option, item)
     return result
@@ -132,6 +169,8 @@ def coerce(option: Option, value: Any) -> Any:
 
 def _coerce(hint: Any, value: Any) -> Any:
     origin, args = get_origin(hint), get_args(hint)
+    if _is_union(hint):
+        return _first_that_fits(args, partial(_coerce, value=value))
     if origin is tuple:
         if isinstance(value, str) and args[-1] is Ellipsis:
             value = (value,)
@@ -157,21 +196,30 @@ def _coerce(hint: Any, value: Any) -> Any:
     raise TypeError
 
 
+def _first_that_fits(kinds: Sequence[Any], convert: Callable[[Any], Any]) -> Any:
+    """What the first type makes of a value that can be made of it."""
+    for kind in kinds[:-1]:
+        with suppress(TypeError, ValueError):
+            return convert(kind)
+    return convert(kinds[-1])
+
+
 def _check_bounds(option: Option, value: Any) -> None:
     words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{option.name} = {value}: must be a finite number")
+        raise ConfigError(f"{option.told(value)}: must be a finite number")
     if isinstance(value, str) and not _is_text(value):
         raise ConfigError(f"{option.name} = {value!a}: has bytes that are not UTF-8 text; rename or rewrite it")
-    if value == "" and option.name != "data.system_prompt":  # as from an unset shell variable; never "not set"
+    if value == "" and not option.may_be_empty:  # as from an unset shell variable; never "not set"
         raise ConfigError(f'{option.name} = "": must not be empty; give a value or leave it out')
+    if isinstance(value, str):  # of an option that is a number or a text
+        return
     for bound, limit in option.bounds.items():
         holds = {"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound]
         if not holds:
-            remedy = (
-                f"set it to {show_value(option.default)}, the default" if option.default is not None else "leave it out"
-            )
-            raise ConfigError(f"{option.name} = {show_value(value)}: must be {words[bound]} {limit:g}; {remedy}")
+            given = option.default not in (None, ...)
+            remedy = f"set it to {show_value(option.default)}, the default" if given else "leave it out"
+            raise ConfigError(f"{option.told(value)}: must be {words[bound]} {limit:g}; {remedy}")
 
 
 def _is_text(value: str) -> bool:
@@ -209,15 +257,79 @@ def parse_text(option: Option, text: str) -> Any:
     try:
         return coerce(option, _parse(hint, text))
     except ValueError:
-        raise ConfigError(f"{option.name} = {show_value(text)}: expected {describe_type(hint)}") from None
+        raise ConfigError(f"{option.told(text)}: expected {describe_type(hint)}") from None
+
+
+Settings = TypeVar("Settings")
+
+
+def read_settings(kind: type[Settings], given: Mapping[str, Any], name: str) -> Settings:
+    """The frozen dataclass of a spec's settings: values as JSON has them, or texts (elements of a list between |).
+
+    Raises ConfigError naming the setting, the value and the remedy.
+    """
+    known = settings(kind)
+    values = {}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"{name!r} has no setting {key!r}; {nearest(key, known)}")
+        values[key] = read_setting(replace(known[key], name=f"{name}.{key}"), value)
+    return kind(**values)
+
+
+def read_setting(option: Option, value: Any) -> Any:
+    """One setting of a spec, from a text or a value as JSON has it. Raises ConfigError."""
+    if not isinstance(value, str):
+        return coerce(option, value)
+    hint, optional = plain_type(option.type)
+    if optional and not value:
+        return None
+    text = value
+    if get_origin(hint) is not tuple:
+        return parse_text(option, text)
+    args = get_args(hint)
+    try:
+        return coerce(option, [_parse(args[0], item) for item in text.split("|") if item])
+    except ValueError:
+        raise ConfigError(f"{option.told(text)}: expected {describe_type(hint)}") from None
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, str]]:
+    """ "name:key=value,key=value" as (name, settings). Raises ConfigError."""
+    name, _, rest = spec.partition(":")
+    found = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"{spec!r}: {item!r} is not key=value; write {name}:key=value,key=value")
+        found[key.strip()] = value
+    return name.strip(), found
+
+
+def split_list(text: str) -> list[str]:
+    """The elements of a,b,c. A key=value belongs to the spec before it: math:rule=boxed,units=waive is one element."""
+    if text.startswith("{"):  # a spec as JSON
+        return [text]
+    found: list[str] = []
+    for part in text.split(",") if text else ():
+        if found and ":" in found[-1] and _SETTING.match(part):
+            found[-1] += "," + part
+        else:
+            found.append(part)
+    return found
+
+
+_SETTING = re.compile(r"\s*\w+=")
 
 
 def _parse(hint: Any, text: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
+    if _is_union(hint):
+        return _first_that_fits(args, partial(_parse, text=text))
     if origin is tuple:
         if text.startswith("["):
             return tomllib.loads(f"x = {text}")["x"]
-        return [_parse(args[0], part.strip()) for part in text.split(",")] if text else []
+        return [_parse(args[0], part.strip()) for part in split_list(text)]
     if hint is bool:
         return BOOLEANS.get(text.lower(), text)
     if hint is int:

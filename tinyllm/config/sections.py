@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses. One line per option says its default, its bounds and what it means.
 
-configio.py reads, writes and checks them (TOML files, command-line overrides, strict keys).
+io.py reads, writes and checks them (TOML files, command-line overrides, strict keys).
 None means "not set": the preset, the task or the machine decides, as the option's text says.
 """
 
@@ -21,10 +21,21 @@ def opt(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    may_be_empty: bool = False,
+    place: bool = False,
+    short: str = "",
+    shown: str = "",
 ) -> Any:
-    """A dataclass field with its one-line description and bounds (of every element, when it is a tuple)."""
+    """A dataclass field with its one-line description and bounds (of every element, when it is a tuple).
+
+    may_be_empty: "" is a value, and no slip of the shell. Of a command's own arguments: place, it is told by its place
+    instead of its name (a default of ... must be given); short, another name of one letter; shown, its value in help.
+    """
     bounds = {name: value for name, value in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if value is not None}
-    metadata = {"help": help, "bounds": bounds}
+    metadata = {"help": help, "bounds": bounds, "may_be_empty": may_be_empty}
+    metadata |= {"place": place, "short": short, "shown": shown}
+    if default is ...:
+        return field(metadata=metadata)
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -51,45 +62,30 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class ArithmeticConfig:
-    """The arithmetic task."""
-
-    operators: tuple[str, ...] = opt(("+", "-", "*"), "operators to ask about: + - *")
-    operands: tuple[int, int] = opt((1, 20), "smallest and largest operand of + and -", ge=0)
-    factors: tuple[int, int] = opt((2, 10), "smallest and largest operand of *", ge=0)
-    held_out: int = opt(162, "how many prompts are kept for evaluation", ge=1)
-    seed: int = opt(0, "which prompts are kept; independent of the run's seed, so runs are comparable", ge=0)
-
-
-@dataclass(frozen=True)
 class DataConfig:
     """Where prompts come from."""
 
-    task: str = opt("arithmetic", "a registered task (see: tinyllm tasks); ignored when file or dataset is given")
+    task: str = opt("arithmetic", "a task and its settings (see: tinyllm tasks); ignored with file or dataset")
     file: str | None = opt(None, "your own rows, .jsonl or .parquet")
     dataset: str | None = opt(None, "your own rows from `datasets`: name, name:config or name:config:split")
     columns: Mapping[str, str] = opt({}, "our column = yours, for example prompt=question,answer=solution")
     prompt_rule: Literal["auto", "chat", "raw"] = opt("auto", "chat template or raw text; auto = chat if there is one")
-    system_prompt: str | None = opt(None, "system message put before every chat prompt")
+    system_prompt: str | None = opt(None, "system message put before every chat prompt", may_be_empty=True)
     seed: int | None = opt(None, "seed of the order of prompts only; not set = the run's seed", ge=0)
-    held_out: str | None = opt(None, "file of rows kept for evaluation, .jsonl or .parquet")
-    held_out_fraction: float = opt(0.1, "share of your rows kept for evaluation when there is no held_out", ge=0, lt=1)
+    held_out: float | str = opt(0.1, "kept for evaluation: a share of your rows, or a file of rows", ge=0, lt=1)
     max_prompt_tokens: int = opt(512, "longest prompt, template included", ge=1)
     on_bad_row: Literal["refuse", "skip"] = opt("refuse", "what to do with rows that cannot be used")
-    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     """How completions are judged."""
 
-    functions: tuple[str, ...] = opt((), "reward functions, module:function; empty = the task's own verifier")
+    functions: tuple[str, ...] = opt((), "module:function, or verifiers with settings; empty = the task's own verifier")
     weights: tuple[float, ...] = opt((), "one weight per function; empty = 1 each")
     combine: Literal["sum", "product", "gate"] = opt(
         "sum", "how several functions make one reward; gate = the first times the weighted sum of the others"
     )
-    rule: str | None = opt(None, "where the answer is read: last_number, exact_format; not set = the task's own")
-    format_weight: float = opt(0.0, "weight of the strict format term beside correctness", ge=0)
     allow_probes: tuple[str, ...] = opt((), "attacks on the verifier that may pay (tinyllm probe lists them)")
     timeout_s: float = opt(10.0, "seconds one verification may take; later it is marked unscored", gt=0)
     workers: int = opt(2, "processes that verify", ge=1)
@@ -102,30 +98,19 @@ class SamplingConfig:
     group_size: int = opt(8, "completions per prompt; their mean reward is the baseline", ge=2)
     max_new_tokens: int = opt(24, "longest completion, stop token included", ge=1)
     temperature: float = opt(1.0, "1 = the model's own distribution", gt=0)
-    top_k: int = opt(0, "draw from the k likeliest tokens; 0 = off", ge=0)
-    top_p: float = opt(1.0, "draw from the likeliest tokens that hold this much probability; 1 = off", gt=0, le=1)
-    min_p: float = opt(0.0, "drop tokens below this share of the likeliest one; 0 = off", ge=0, le=1)
     stop_strings: tuple[str, ...] = opt((), "texts that end a completion, besides the stop tokens")
     max_batch: int = opt(128, "completions decoded together", ge=1)
-    cache_tokens: int = opt(0, "key-value cache, in tokens; 0 = what max_batch needs", ge=0)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Where completions are sampled: in this process, or on servers (keys: TINYLLM_API_KEY, TINYLLM_ADMIN_KEY)."""
 
-    urls: tuple[str, ...] = opt((), "servers that sample, as in http://127.0.0.1:8000; empty = in this process")
-    model: str | None = opt(None, "the model's name on the servers; not set = the only one there")
-    publish: Literal["auto", "disk", "lora"] = opt(
-        "auto", "how servers get new weights; auto = files on disk (tinyllm, SGLang), LoRA adapters by name (vLLM)"
-    )
+    urls: tuple[str, ...] = opt((), "servers, as in http://127.0.0.1:8000 or http://...#MODEL; empty = in this process")
     folder: str | None = opt(None, "where weights are put for servers, who must see it; not set = the run directory")
     max_concurrent: int = opt(64, "requests under way at a time", ge=1)
-    deadline_s: float = opt(600.0, "seconds for one completion, or one request of an update, in all attempts", gt=0)
-    attempts: int = opt(4, "how often one request is tried", ge=1)
-    seeds: bool = opt(True, "send a seed with each request; false for a server that does not survive one")
-    canary_tolerance: float = opt(
-        0.0, "how far a server's log-probabilities may be from the trainer's; 0 = 1e-4 (fp32), 0.05 (bf16)", ge=0
+    deadline_s: float = opt(
+        600.0, "seconds for a server's completion or update, in all attempts, or a pool's group", gt=0
     )
     max_gap: float = opt(
         0.2, "with servers: stop when sampler and trainer differ by more nats per token in a step; 0 = never", ge=0
@@ -136,14 +121,9 @@ class EngineConfig:
 class PoolConfig:
     """Sampling and verifying in processes of their own, while the trainer trains (needs the extra `cluster`)."""
 
-    engines: int = opt(0, "processes that sample; 0 = no pool, or servers (engine.urls)", ge=0)
+    engines: int = opt(0, "processes that sample, of one CPU thread each; 0 = no pool, or servers (engine.urls)", ge=0)
     verifiers: int = opt(0, "processes that verify; 0 = in the trainer's", ge=0)
     max_lag: int = opt(0, "how many optimizer steps older than the trained weights a token's may be", ge=0)
-    engine_threads: int = opt(1, "CPU threads of each engine", ge=1)
-    group_deadline_s: float = opt(
-        600.0, "seconds one group may be sampled, or verified, before its worker is replaced", gt=0
-    )
-    group_attempts: int = opt(3, "how often a group is tried when its worker dies or hangs", ge=1)
     ray_address: str | None = opt(None, "a running Ray cluster, as in 10.0.0.1:6379; not set = one of our own here")
 
 
@@ -192,7 +172,6 @@ class OptimizerConfig:
     name: Literal["adamw", "sgd"] = opt("adamw", "the optimizer")
     lr: float = opt(2e-5, "learning rate, at its peak", ge=0)
     betas: tuple[float, float] = opt((0.9, 0.95), "AdamW: decay of the mean of gradients and of squares", ge=0, lt=1)
-    eps: float = opt(1e-8, "AdamW: added to the denominator", gt=0)
     weight_decay: float = opt(0.0, "decoupled decay of weights per unit of learning rate", ge=0)
     clip_norm: float = opt(1.0, "largest norm of the whole gradient; 0 = no clipping", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = opt("linear", "learning rate after warm-up; to 0 at the end")
@@ -208,13 +187,37 @@ class TrainConfig:
     updates_per_batch: int = opt(1, "optimizer updates on each batch, each over all of it", ge=1)
     tokens_per_microbatch: int = opt(1024, "distinct tokens in one forward and backward pass; bounds memory", ge=1)
     dynamic_sampling: bool | None = opt(None, "draw new prompts for groups without signal; not set = the preset's")
-    max_refills: int = opt(4, "how often a step may draw again before training stops", ge=0)
-    mask_truncated: bool = opt(False, "leave completions cut by the length limit out of loss and baseline")
-    overlong_buffer: float | None = opt(
-        None, "last share of max_new_tokens over which reward falls by 1; 0 = off; not set = the preset's", ge=0, lt=1
+    overlong: float | str | None = opt(
+        None, "last share of max_new_tokens over which reward falls by 1; mask = leave cut ones out", ge=0, lt=1
     )
-    early_stop_evals: int = opt(0, "stop after this many evaluations without a new best; 0 = never", ge=0)
-    max_bad_steps: int = opt(3, "stop after this many steps in a row with a non-finite loss, or nothing scored", ge=1)
+
+    @property
+    def mask_truncated(self) -> bool:
+        """Whether completions cut by the length limit are left out of loss and baseline."""
+        return isinstance(self.overlong, str)
+
+    @property
+    def overlong_buffer(self) -> float | None:
+        """The last share of max_new_tokens over which the reward falls by 1; 0 = off, None = the preset's."""
+        if not isinstance(self.overlong, str):
+            return self.overlong
+        share = self.overlong.partition(",")[2]
+        return float(share) if share else None
+
+
+@dataclass(frozen=True)
+class ExampleStopConfig:
+    """What ends training before its last step."""
+
+    evals_without_best: int = opt(0, "this many evaluations without a new best; 0 = never", ge=0)
+    bad_steps: int = opt(3, "this many steps in a row with a non-finite loss, or nothing scored", ge=1)
+
+
+@dataclass(frozen=True)
+class StopConfig(ExampleStopConfig):
+    """What ends training before its last step."""
+
+    refills: int = opt(4, "a step without enough signal after drawing again this often", ge=0)
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,6 @@ class RunConfig:
     keep_checkpoints: int = opt(2, "checkpoints kept", ge=1)
     threads: int | None = opt(None, "CPU threads; not set = one per core", ge=1)
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = opt((), "also send metrics there")
-    samples_shown: int = opt(2, "completions shown with their rewards at each step", ge=0)
 
 
 @dataclass(frozen=True)
@@ -253,6 +255,7 @@ class GRPOConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.5e-5))
     train: TrainConfig = field(default_factory=TrainConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -268,10 +271,9 @@ class ExampleDataConfig:
     dataset: str | None = opt(None, "your rows from `datasets`: name, name:config or name:config:split")
     columns: Mapping[str, str] = opt({}, "our column = yours, for example prompt=question,completion=answer")
     prompt_rule: Literal["auto", "chat", "raw"] = opt("auto", "chat template or raw text; auto = chat if there is one")
-    system_prompt: str | None = opt(None, "system message put before every chat prompt")
+    system_prompt: str | None = opt(None, "system message put before every chat prompt", may_be_empty=True)
     seed: int | None = opt(None, "seed of the order of rows only; not set = the run's seed", ge=0)
-    held_out: str | None = opt(None, "file of rows kept for evaluation, .jsonl or .parquet")
-    held_out_fraction: float = opt(0.1, "share of your rows kept for evaluation when there is no held_out", ge=0, lt=1)
+    held_out: float | str = opt(0.1, "kept for evaluation: a share of your rows, or a file of rows", ge=0, lt=1)
     max_tokens: int = opt(1024, "longest row: prompt and completion together", ge=2)
     on_bad_row: Literal["refuse", "skip"] = opt("refuse", "what to do with rows that cannot be used")
 
@@ -310,8 +312,6 @@ class ExampleTrainConfig:
     steps: int = opt(0, "batches to train on; 0 = what epochs makes", ge=0)
     batch_size: int = opt(16, "rows in a batch", ge=1)
     tokens_per_microbatch: int = opt(2048, "distinct tokens in one forward and backward pass; bounds memory", ge=1)
-    early_stop_evals: int = opt(0, "stop after this many evaluations without a new best; 0 = never", ge=0)
-    max_bad_steps: int = opt(3, "stop after this many steps in a row with a non-finite loss", ge=1)
 
 
 @dataclass(frozen=True)
@@ -325,6 +325,7 @@ class SFTConfig:
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: ExampleTrainConfig = field(default_factory=ExampleTrainConfig)
+    stop: ExampleStopConfig = field(default_factory=ExampleStopConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -341,6 +342,7 @@ class DPOConfig:
     objective: DPOObjectiveConfig = field(default_factory=DPOObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6))
     train: ExampleTrainConfig = field(default_factory=ExampleTrainConfig)
+    stop: ExampleStopConfig = field(default_factory=ExampleStopConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: RunConfig = field(default_factory=RunConfig)
 

@@ -109,7 +109,7 @@ class EmbeddedEngine(Engine):
                 raise EngineError(
                     f"prompt {longest.id!r} needs {per_slot} cached tokens "
                     f"({per_slot * self.shape.token_bytes / 2**20:.0f} MiB) and "
-                    f"sampling.cache_tokens is {self.cache_tokens}; raise it, or lower max_new_tokens"
+                    f"cache_tokens is {self.cache_tokens}; raise it, or lower max_new_tokens"
                 )
         return CacheSize(slots, private, shared * min(slots, len(prompts)))
 

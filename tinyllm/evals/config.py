@@ -16,7 +16,6 @@ class MachineConfig:
     device: Literal["auto", "cpu", "cuda", "mps"] = opt("auto", "where to run; auto = an accelerator if there is one")
     threads: int | None = opt(None, "CPU threads; not set = one per core", ge=1)
     max_batch: int = opt(128, "completions decoded together", ge=1)
-    cache_tokens: int = opt(0, "key-value cache, in tokens; 0 = what max_batch needs", ge=0)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class SuiteConfig:
     difference: float = opt(0.05, "with --plan: the difference that should be seen", gt=0, le=1)
     out: str | None = opt(None, "folder to write to; not set = evals/<date>-<time>")
     answer: AnswerConfig = field(default_factory=AnswerConfig)
-    data: DataConfig = field(default_factory=lambda: DataConfig(held_out_fraction=0.0))
+    data: DataConfig = field(default_factory=lambda: DataConfig(held_out=0.0))
     reward: RewardConfig = field(default_factory=RewardConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from tinyllm.config.io import overlay
 from tinyllm.config.sections import GRPOConfig, RewardConfig
 from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.remote.chat import ChatServer
-from tinyllm.errors import ConfigError, DataError, EngineError, RunError
+from tinyllm.errors import ConfigError, DataError, EngineError, MissingExtra, RunError
 from tinyllm.evals import measure
 from tinyllm.evals.config import MachineConfig, SuiteConfig, suite_of_run
 from tinyllm.evals.suite import cluster_labels, load_task, task_configs
@@ -36,6 +37,8 @@ from tinyllm.record.files import new_folder, write_atomic, write_errors, write_j
 from tinyllm.record.rollouts import write_table
 from tinyllm.record.rundir import new_run_path
 from tinyllm.records import Group, Logged, Prompt, SamplingParams, Step
+
+log = logging.getLogger("tinyllm")
 
 _BATCHES = 4
 """Batches of completions between two signs of life."""
@@ -89,7 +92,10 @@ def evaluate(
             (folder / "rollouts").mkdir()
             for number, table in enumerate(record, 1):
                 write_atomic(folder / "rollouts" / f"{number}.parquet", table)
-            write_atomic(folder / "eval.png", draw(report))
+            try:
+                write_atomic(folder / "eval.png", draw(report))
+            except MissingExtra as error:
+                log.warning("%s", error)
             write_json(folder / "eval.json", report)
     return EvalResult(path, report)
 
@@ -264,9 +270,9 @@ class _Evaluation:
 def _load_engine(subject: ModelRef, machine: MachineConfig, tokenizer: Any, room: tuple[int, int]) -> EmbeddedEngine:
     """The model ready to sample. room: (samples of the largest task, tokens of the longest prompt and completion)."""
     samples = min(machine.max_batch, room[0])
-    cached = machine.cache_tokens or samples * room[1]
+    cached = samples * room[1]
     policy, revision = load_policy(subject, machine.dtype, machine.device, samples=samples, cached=cached)
-    engine = EmbeddedEngine(policy, tokenizer, max_batch=machine.max_batch, cache_tokens=machine.cache_tokens)
+    engine = EmbeddedEngine(policy, tokenizer, max_batch=machine.max_batch)
     engine.publish(revision)
     return engine
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from tinyllm import rewards, stats, tasks
 from tinyllm.config.sections import DataConfig, GRPOConfig, RewardConfig
-from tinyllm.errors import ConfigError, DataError
+from tinyllm.errors import ConfigError, DataError, nearest
 from tinyllm.evals.config import SuiteConfig
 from tinyllm.model import models
 from tinyllm.record.hashing import hash_json
 from tinyllm.records import Prompt
-from tinyllm.tasks.files import nearest
+from tinyllm.tasks.files import COLUMNS
 from tinyllm.tasks.recipes import RECIPES
 
 NO_LIMIT = 2**31
@@ -102,12 +102,12 @@ def load_task(config: SuiteConfig, data: DataConfig, reward: RewardConfig, of_ru
     """
     as_chat = replace(data, prompt_rule="chat", max_prompt_tokens=NO_LIMIT)
     loaded = tasks.load(GRPOConfig(data=as_chat, reward=reward), PlainTokenizer())
-    own_rows = bool(data.file or data.dataset) and not (data.held_out or data.held_out_fraction)
+    own_rows = bool(data.file or data.dataset) and not data.held_out
     if of_run and own_rows:
         raise DataError(f"{of_run} kept no held-out prompts; name a suite with --task, or --data FILE --verifier SPEC")
     side = loaded.train if own_rows else loaded.held_out
     if not side:
-        raise DataError(f"{loaded.name} has no held-out prompts; raise --data.held_out_fraction, or leave it at 0")
+        raise DataError(f"{loaded.name} has no held-out prompts; raise --data.held_out, or leave it at 0")
     unique: dict[str, Prompt] = {}
     for prompt in side:
         unique.setdefault(hash_json(prompt.row), prompt)
@@ -127,7 +127,7 @@ def cluster_labels(prompts: Sequence[Prompt], column: str | None) -> dict[str, H
     for prompt in prompts:
         if column is not None and column not in prompt.row:
             raise DataError(
-                f"--clusters {column}: prompt {prompt.id} has no such column; {nearest(column, list(prompt.row))}"
+                f"--clusters {column}: prompt {prompt.id} has no such column; {nearest(column, prompt.row, COLUMNS)}"
             )
         labels[prompt.id] = hash_json(prompt.row["prompt"] if column is None else prompt.row[column])
     return labels

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tinyllm.errors import require_extra
 from tinyllm.view.plot import BLUE, GREEN, INK, ORANGE, STYLE
 from tinyllm.view.progress import clip
 
@@ -164,6 +165,7 @@ def shorten(name: str, width: int) -> str:
 
 def draw(report: Report) -> memoryview:
     """eval.png as bytes: a point with its interval for every model and task."""
+    require_extra("report", "eval.png", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

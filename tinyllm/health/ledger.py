@@ -120,7 +120,7 @@ def selected(history: History) -> Iterator[Finding]:
     found = selection(history.ledger, history.last_step)
     if found.warnings:
         text = "; ".join(found.warnings)
-        remedy = "Look up the reasons in ledger.jsonl; where work was ended as too slow, raise pool.group_deadline_s"
+        remedy = "Look up the reasons in ledger.jsonl; where work was ended as too slow, raise engine.deadline_s"
         level: Level = "problem" if len(found.warnings) > 1 else "warn"
         yield Finding(level, "selection", text, history.last_step, remedy)
     else:
@@ -187,4 +187,5 @@ def _difference(axis: str, known: Sequence[tuple[float, Mapping[str, Any]]]) -> 
 
 
 def _kept(line: Mapping[str, Any]) -> int:
-    return line["requested"] - line["dropped"]
+    kept: int = line["requested"] - line["dropped"]
+    return kept

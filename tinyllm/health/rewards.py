@@ -18,9 +18,9 @@ STEPS_READ = 100
 
 
 def unscored_in_a_row(history: History) -> Iterator[Finding]:
-    """train.max_bad_steps steps in a row, up to the last, of which no completion was scored (reward_mean is null)."""
+    """stop.bad_steps steps in a row, up to the last, of which no completion was scored (reward_mean is null)."""
     bad = list(takewhile(lambda row: row.get("reward_mean", 0) is None, reversed(history.train)))
-    if len(bad) >= history.config.train.max_bad_steps:
+    if len(bad) >= history.config.stop.bad_steps:
         reasons = bad[0].get("unscored_reasons") or {"there is none": 1}
         yield Finding(
             "stop",

@@ -19,9 +19,9 @@ LARGE_GRADIENT = 10
 
 
 def non_finite_in_a_row(history: History) -> Iterator[Finding]:
-    """train.max_bad_steps steps in a row, up to the last, whose loss or gradient was not finite."""
+    """stop.bad_steps steps in a row, up to the last, whose loss or gradient was not finite."""
     bad = list(takewhile(lambda row: row.get("non_finite"), reversed(history.train)))
-    if len(bad) >= history.config.train.max_bad_steps:
+    if len(bad) >= history.config.stop.bad_steps:
         yield Finding(
             "stop",
             "non-finite in a row",

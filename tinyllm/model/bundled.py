@@ -20,13 +20,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinyllm.errors import ModelError
-from tinyllm.record.files import FULL, commit_folder
+from tinyllm.record.files import FULL, commit_folder, lock_file
 from tinyllm.record.hashing import hash_file
 
 MANIFEST = "files.json"
@@ -233,18 +234,18 @@ def _hashes_hold(folder: Path, stats: tuple[tuple[str, int, int], ...]) -> bool:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    from filelock import FileLock, Timeout
+    """No other process is inside with this lock file, and no other thread of this one."""
+    with _FETCHING:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            lock_file(fd, lambda: _say("Another process is fetching the bundled model; waiting for it"))
+            yield
+        finally:
+            os.close(fd)
 
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        _say("Another process is fetching the bundled model; waiting for it")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+
+_FETCHING = threading.Lock()
+"""A lock on a file keeps out other processes alone."""
 
 
 @contextlib.contextmanager

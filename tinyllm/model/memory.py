@@ -191,7 +191,7 @@ def memory_estimate(
     P parameters in `dtype`, P_t of them trained. Gradients and AdamW's two moments are fp32, 12 bytes per P_t, and
     bf16 weights have fp32 masters, 4 more; a separate reference model is another P. On N ranks each has its own weights
     and reference, and 1/N of gradients, moments and fp32 masters (which all weights have then). The key-value cache
-    holds sampling.cache_tokens, or max_batch x longest (tokens, prompt and completion). Activations per token and layer
+    holds max_batch x longest (tokens, prompt and completion). Activations per token and layer
     are about 8 H + 5 H_q + 4 I elements (H hidden size, H_q query heads x their size, I feed-forward size), or H with
     gradient checkpointing and one layer in full: 20% around what was measured for Llama, Qwen 3 and GPT-2 layers.
     """
@@ -218,7 +218,7 @@ def memory_estimate(
 
     if isinstance(config, GRPOConfig):
         sampling = config.sampling
-        cached = sampling.cache_tokens or sampling.max_batch * longest
+        cached = sampling.max_batch * longest
         cache = cached * shape.cache_bytes(size)
         parts.append(("key-value cache", cache))
         if config.pool.engines and config.pool.ray_address is None:  # processes of this machine

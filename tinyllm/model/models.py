@@ -6,7 +6,6 @@ code from the model's folder, no quantized weights, no weights that are missing 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from tinyllm.errors import ConfigError, DataError, ModelError
+from tinyllm.errors import ConfigError, DataError, ModelError, closest, require_extra
 from tinyllm.model.bundled import BUNDLED, bundled_model, cached, quiet_transformers
 from tinyllm.model.memory import memory_estimate, native_bf16, require_memory
 from tinyllm.record.files import new_folder
@@ -64,9 +63,9 @@ def resolve(name: str) -> Path | str:
         raise ModelError(f"model {name!r} is a file; name the folder that holds config.json and *.safetensors")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise ModelError(f"model folder {name!r} does not exist; check the path, or see `tinyllm models`")
-    near = difflib.get_close_matches(name.lower(), BUNDLED, n=1)
+    near = closest(name.lower(), BUNDLED)
     if near and "/" not in name:
-        raise ModelError(f"unknown model {name!r}; did you mean {near[0]!r}?")
+        raise ModelError(f"unknown model {name!r}; did you mean {near!r}?")
     return name
 
 
@@ -272,13 +271,11 @@ def apply_template(
 
     Raises DataError when the template refuses it.
     """
-    from jinja2 import TemplateError
-
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=ending == "asked", continue_final_message=ending == "open"
         )
-    except (TemplateError, ValueError, TypeError) as error:
+    except Exception as error:  # a template is the model author's program, which may raise anything
         raise DataError(f"the model's chat template refuses the prompt: {error}") from error
 
 
@@ -315,6 +312,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float = 16.0, targets: Se
     targets: names of linear layers; empty = all but the head. Returns a peft.PeftModel in eval mode; the base with the
     adapters off is the start policy. Raises ModelError for names the model does not have, and for tied embeddings.
     """
+    require_extra("lora", f"lora.rank = {rank}")
     from peft import LoraConfig, get_peft_model
 
     tied = {"lm_head", "embed_tokens", "wte"} & set(targets)

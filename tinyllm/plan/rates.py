@@ -156,6 +156,7 @@ def _recorded(
         longest=max(prompts) + run.config.sampling.max_new_tokens,
         draws=draws,
         live_share=min(1.0, live),
+        adapters=any(server["server"] == "vllm" for server in run.manifest["facts"].get("engine", ())),
     )
     return {"job": job, "longest_prompt": max(prompts), "draws": draws}
 
@@ -170,8 +171,10 @@ def make_job(
     longest: int,
     draws: float = 1.0,
     live_share: float = 1.0,
+    adapters: bool = False,
 ) -> Workload:
-    """The job of a GRPO configuration; draws: groups drawn for each that a step needs."""
+    """The job of a GRPO configuration. draws: groups drawn for each that a step needs; adapters: servers take these
+    alone, as vLLM does."""
     return Workload(
         shape=shape,
         dtype=str(dtype).removeprefix("torch."),
@@ -190,7 +193,7 @@ def make_job(
         reference=needs_reference_model(config) or config.objective.axes.beta > 0,
         checkpointing=config.model.gradient_checkpointing,
         moments=2 if config.optimizer.name == "adamw" else 0,
-        publish_adapters=bool(config.lora.rank) and config.engine.publish == "lora",
+        publish_adapters=bool(config.lora.rank) and adapters,
     )
 
 

@@ -114,7 +114,7 @@ def trainer_room(spec: Spec, layout: Layout) -> Room:
 def engine_room(spec: Spec, layout: Layout) -> Room:
     """One device of an engine."""
     t, size, shape, sampling = layout.gpus_per_engine, spec.dtype.itemsize, spec.shape, spec.config.sampling
-    cached = sampling.cache_tokens or sampling.max_batch * spec.longest
+    cached = sampling.max_batch * spec.longest
     part = f", 1/{t} of it" if t > 1 else ""
     parts = (
         MemoryPart("weights", shape.parameters * size // t, "computed", HOW["weights"] + part),

@@ -6,7 +6,6 @@ restarted and no call is repeated by Ray itself.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from tinyllm.errors import ConfigError, EngineError
+from tinyllm.errors import ConfigError, EngineError, require_extra
 from tinyllm.pool.workers import WorkerDied
 
 log = logging.getLogger("tinyllm")
@@ -38,9 +37,8 @@ _LOCAL = {
 
 
 def require_ray() -> None:
-    """Raises ConfigError, with the remedy, where Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("pools of engines and verifiers need ray: pip install 'tinyllm[cluster]'")
+    """Raises MissingExtra, with the remedy, where Ray is not installed."""
+    require_extra("cluster", "a pool of engines or verifiers")
 
 
 class RayCluster:

@@ -34,6 +34,10 @@ from tinyllm.records import Group, Prompt, Revision, SamplingParams, Step
 from tinyllm.seams import Judge
 from tinyllm.tasks import TaskData
 
+GROUP_ATTEMPTS = 3
+"""How often a group is tried when its worker dies or hangs: one that has ended three workers ends the next too."""
+ENGINE_THREADS = 1
+"""CPU threads of an engine: several samplers of one thread are faster than one sampler of several threads."""
 _LOOK_S = 0.5
 """How often the display is told what the workers do."""
 
@@ -80,7 +84,7 @@ class Pool:
                 self._verifiers(judge, reward, data),
                 unjudged,
                 self._failed,
-                attempts=settings.group_attempts,
+                attempts=GROUP_ATTEMPTS,
             )
         except BaseException:
             if self.cluster is not None:
@@ -100,10 +104,11 @@ class Pool:
         assert self.cluster is not None
         size = self.engine.cache_size(prompts, params)
         model = replace(config.model, device="cpu")
-        spec = EngineSpec(model, config.lora, config.seed, settings.engine_threads, size)
+        spec = EngineSpec(model, config.lora, config.seed, ENGINE_THREADS, size)
         make = partial(self.cluster.worker, partial(EngineWorker, spec))
         capacity = -(-size.slots // params.n)
-        return WorkerGroup("engine", settings.engines, make, capacity, settings.group_deadline_s, takes_weights=True)
+        deadline_s = config.engine.deadline_s
+        return WorkerGroup("engine", settings.engines, make, capacity, deadline_s, takes_weights=True)
 
     def _verifiers(self, judge: Judge, reward: RewardConfig, data: TaskData) -> WorkerGroup:
         settings = self.config.pool
@@ -115,7 +120,7 @@ class Pool:
             build, "the reward function", "give it as module:function, or leave out pool.verifiers"
         )
         make = partial(self.cluster.worker, build)
-        return WorkerGroup("verifier", settings.verifiers, make, 1, settings.group_deadline_s)
+        return WorkerGroup("verifier", settings.verifiers, make, 1, self.config.engine.deadline_s)
 
     def publish(self, revision: Revision) -> None:
         """From now on engines sample with the policy's weights as they are."""
@@ -169,6 +174,7 @@ class PoolSource:
         on_phase: Callable[[str], None],
     ) -> None:
         self.run, self.pool, self.order, self.params = run, pool, order, params
+        self.refills = config.stop.refills
         self.train, self.rules, self.max_lag = config.train, BatchRules.of(config), config.pool.max_lag
         self.first_step, self.on_phase = first_step, on_phase
         self._admitted = first_step - 1
@@ -221,7 +227,7 @@ class PoolSource:
     def _settle(self, number: int, step: _StepInFlight) -> None:
         """All groups of a step are there: it is complete, or dynamic sampling draws more."""
         missing = missing_groups(step.groups, self.rules, self.train) if self.rules.dynamic_sampling else 0
-        if missing and step.refills < self.train.max_refills:
+        if missing and step.refills < self.refills:
             step.refills += 1
             self._draw(number, missing)
         else:
@@ -243,7 +249,7 @@ class PoolSource:
         self.run.log_ledger(lines)
         groups = tuple(step.groups)
         if self.rules.dynamic_sampling:
-            require_signal(number, groups, self.rules, self.train)
+            require_signal(number, groups, self.rules, self.refills)
         self._require_lag(number, groups)
         logged = joined_logs([step.judged[place] for place in range(len(step.prompts))])
         return Step(number, groups, logged, seconds, prompts=len(groups))

@@ -181,8 +181,7 @@ def _engine(
 ) -> EmbeddedEngine | ServedEngine:
     """The engine of a configuration: servers where it names some, else the policy itself."""
     if not config.engine.urls:
-        s = config.sampling
-        engine = EmbeddedEngine(learner.policy, tokenizer, max_batch=s.max_batch, cache_tokens=s.cache_tokens)
+        engine = EmbeddedEngine(learner.policy, tokenizer, max_batch=config.sampling.max_batch)
         engine.cache_size(prompts, params)  # refuses what does not fit, before any work
         return engine
     _tell(callbacks, "asking the servers")
@@ -265,13 +264,6 @@ def _check(config: GRPOConfig) -> None:
         raise ConfigError(
             "a pool serves one trainer process, and WORLD_SIZE is more than 1; leave --pool out, or torchrun"
         )
-    s = config.sampling
-    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        if getattr(s, name) != off:
-            raise ConfigError(
-                f"sampling.{name} = {getattr(s, name)}: completions would be drawn from other probabilities than are "
-                f"trained; leave it off ({off}) and use sampling.temperature"
-            )
 
 
 def _check_data(config: GRPOConfig, data: TaskData) -> None:

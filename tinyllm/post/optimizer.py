@@ -19,6 +19,8 @@ from tinyllm.distributed.fsdp import like, local
 from tinyllm.distributed.ranks import SOLO, Ranks
 
 _SUM_BLOCK = 4096
+EPS = 1e-8
+"""Of AdamW: what every recipe trains with; it only keeps a gradient of 0 from dividing by 0."""
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
@@ -64,7 +66,7 @@ class Optimizer:
         else:
             fused = masters[0].device.type in ("cpu", "cuda")
             self._inner = torch.optim.AdamW(
-                masters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
+                masters, lr=config.lr, betas=config.betas, eps=EPS, weight_decay=config.weight_decay, fused=fused
             )
 
     @property

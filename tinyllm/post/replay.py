@@ -151,8 +151,9 @@ def _what_if(config: Config, sample: bool, objective: str | None, reward: str | 
     if objective is not None:
         changes["objective.preset"] = objective
     if reward is not None:
-        changes |= {"reward.functions": (reward,), "reward.weights": (), "reward.rule": None}
-    return overlay(config, changes)
+        changes |= {"reward.functions": (reward,), "reward.weights": ()}
+    changed: GRPOConfig = overlay(config, changes)
+    return changed
 
 
 class _Player:

@@ -82,11 +82,11 @@ def missing_groups(groups: Sequence[Group], rules: BatchRules, train: TrainConfi
     return max(0, train.prompts_per_step - sum(has_signal(g, rules) for g in groups))
 
 
-def require_signal(step: int, groups: Sequence[Group], rules: BatchRules, train: TrainConfig) -> None:
+def require_signal(step: int, groups: Sequence[Group], rules: BatchRules, refills: int) -> None:
     """Raises TrainingStopped when none of a step's groups, refills included, has something to learn from."""
     if not any(has_signal(g, rules) for g in groups):
         raise TrainingStopped(
-            f"step {step}: none of {len(groups)} groups in {train.max_refills + 1} draws has members with "
+            f"step {step}: none of {len(groups)} groups in {refills + 1} draws has members with "
             "different rewards, so there is nothing to learn from; use easier or harder prompts, more completions "
             "per prompt (sampling.group_size), or train.dynamic_sampling = false"
         )
@@ -95,7 +95,7 @@ def require_signal(step: int, groups: Sequence[Group], rules: BatchRules, train:
 class InlineSource:
     """Samples with the policy as it is when the step begins, judges, and hands the step on.
 
-    With dynamic sampling, groups without signal are replaced by those of further prompts, at most train.max_refills
+    With dynamic sampling, groups without signal are replaced by those of further prompts, at most stop.refills
     times; every group drawn is handed on and recorded, and make_batch keeps those with signal. On several ranks each
     samples and judges its share of the prompts, and hands on the groups of all.
     """
@@ -115,6 +115,7 @@ class InlineSource:
         self.engine, self.order, self.params, self.judge = engine, order, params, judge
         self.ranks = ranks
         self.train, self.rules = config.train, BatchRules.of(config)
+        self.refills = config.stop.refills
         self.first_step, self.on_phase = first_step, on_phase
 
     def publish(self, revision: Revision) -> None:
@@ -129,14 +130,14 @@ class InlineSource:
         draws: dict[str, int] = {}
         drawn = [self._collect(number, self.order.take(self.train.prompts_per_step, draws), timing)]
         if self.rules.dynamic_sampling:
-            for _ in range(self.train.max_refills):
+            for _ in range(self.refills):
                 missing = missing_groups([g for part in drawn for g in part.groups], self.rules, self.train)
                 if not missing:
                     break
                 drawn.append(self._collect(number, self.order.take(missing, draws), timing))
         groups = tuple(group for part in drawn for group in part.groups)
         if self.rules.dynamic_sampling:
-            require_signal(number, groups, self.rules, self.train)
+            require_signal(number, groups, self.rules, self.refills)
         return Step(number, groups, joined_logs(drawn), timing.seconds, prompts=len(groups))
 
     def _collect(self, number: int, prompts: Sequence[Prompt], timing: Timing) -> JudgedGroups:

@@ -180,8 +180,8 @@ class Trainer:
         return self.stopped_early()
 
     def stopped_early(self) -> bool:
-        """Whether as many evaluations in a row were no better as train.early_stop_evals allows."""
-        patience = self.config.train.early_stop_evals
+        """Whether as many evaluations in a row were no better as stop.evals_without_best allows."""
+        patience = self.config.stop.evals_without_best
         return bool(patience) and self.progress.evals_without_best >= patience
 
     def _log_eval(self, step: int, groups: Sequence[Group]) -> float | None:

@@ -15,7 +15,7 @@ from tinyllm.record.metrics import HOPS, METRICS, flat, metric
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group, Rollout
 
-NO_CONDITION = ("config.run.dir", "config.run.trackers", "config.run.samples_shown", "config.run.keep_checkpoints")
+NO_CONDITION = ("config.run.dir", "config.run.trackers", "config.run.keep_checkpoints")
 """Options that cannot change what is compared."""
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +148,24 @@ def read_json(path: Path) -> dict[str, Any]:
 # Locks
 
 
+TAKEN = (errno.EACCES, errno.EAGAIN)
+"""What the system says of a lock that another process holds."""
+
+
+def lock_file(fd: int, on_wait: Callable[[], None] | None = None) -> None:
+    """Lock an open file against other processes, until the first close of it here or the end of this process.
+
+    Where another process holds it: raises OSError (one of TAKEN), or, with on_wait, calls that and waits.
+    """
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if on_wait is None or error.errno not in TAKEN:
+            raise
+        on_wait()
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+
+
 _held: set[str] = set()
 
 
@@ -165,11 +183,11 @@ class Lock:
         with write_errors(folder):
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self.fd)
         except OSError as error:
             owner = os.read(self.fd, 100).decode(errors="replace").strip()
             os.close(self.fd)
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
+            if error.errno not in TAKEN:
                 raise RunError(f"{folder} cannot be locked: {error.strerror}; use a local disk") from None
             raise RunError(f"{folder} is in use by process {owner}; wait for it, or choose another --run.dir") from None
         _held.add(self.path)

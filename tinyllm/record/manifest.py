@@ -45,7 +45,7 @@ def build_manifest(
 ) -> dict[str, Any]:
     """The manifest for RunDir.create.
 
-    config: the resolved configuration (configio.to_dict); hashes: content hashes of weights, tokenizer, chat template,
+    config: the resolved configuration (to_dict); hashes: content hashes of weights, tokenizer, chat template,
     data, verifier; probe: the result of the start-up probe; facts: whatever else the trainer has to say (counts).
     """
     return {

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyllm.config.io import from_dict, to_toml
+from tinyllm.config.old import upgrade
 from tinyllm.config.sections import CONFIGS
 from tinyllm.errors import ConfigError, RunError
 from tinyllm.record.checkpoint import Checkpoints, log
@@ -65,8 +66,8 @@ class RunDir:
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: Lock | None):
         self.path = path
-        self.manifest = manifest
         try:
+            self.manifest = manifest = manifest | {"config": upgrade(manifest["config"])}
             self.config: Any = from_dict(manifest["config"], CONFIGS[manifest["kind"]]())
         except KeyError:
             raise RunError(f"{path / MANIFEST}: not the manifest of a run (it has no config of a known kind)") from None

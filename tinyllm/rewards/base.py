@@ -12,17 +12,16 @@ Settings are the fields of a frozen dataclass, checked when it is made. A spec i
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import json
-import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar
 
-from tinyllm.errors import DataError, RewardError
+from tinyllm.config.options import Option, read_setting
+from tinyllm.errors import ConfigError, DataError, RewardError, nearest
 from tinyllm.record.hashing import hash_json
 from tinyllm.records import Unscored, Verdict
 from tinyllm.rewards.text.extract import Region
@@ -182,7 +181,7 @@ def build(spec: str | Mapping[str, Any] | Verifier) -> Verifier:
         return spec
     family, settings = _parse(spec)
     if family not in FAMILIES:
-        hint = _nearest(family, list(FAMILIES))
+        hint = nearest(family, list(FAMILIES))
         raise RewardError(f"verifier {family!r} is unknown; {hint}; a function of yours is module:function")
     module, name = FAMILIES[family]
     kind: type[Verifier] = getattr(importlib.import_module(module), name)
@@ -192,7 +191,7 @@ def build(spec: str | Mapping[str, Any] | Verifier) -> Verifier:
     values = {}
     for key, value in settings.items():
         if key not in own and key not in region:
-            raise RewardError(f"verifier {family!r} has no setting {key!r}; {_nearest(key, sorted({*own, *region}))}")
+            raise RewardError(f"verifier {family!r} has no setting {key!r}; {nearest(key, sorted({*own, *region}))}")
         values[key] = _convert(value, own[key] if key in own else region[key], f"{family}.{key}")
     if kind.region is not None:
         of_region = {key: values.pop(key) for key in region if key in values}
@@ -227,33 +226,7 @@ def _parse(spec: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
-    if get_origin(hint) in (typing.Union, types.UnionType):
-        inner = next(part for part in get_args(hint) if part is not type(None))
-        return None if value is None or value == "" else _convert(value, inner, name)
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            choices = ", ".join(map(str, get_args(hint)))
-            raise RewardError(f"{name} = {value!r}; choose one of: {choices}")
-        return value
-    if get_origin(hint) is tuple:
-        items = value.split("|") if isinstance(value, str) else value
-        if not isinstance(items, Sequence):
-            raise RewardError(f"{name} = {value!r}; give a list, elements separated by |")
-        return tuple(_convert(item, get_args(hint)[0], name) for item in items if item != "")
-    if hint is bool:
-        if isinstance(value, bool) or str(value).lower() in ("true", "false", "yes", "no", "1", "0"):
-            return value if isinstance(value, bool) else str(value).lower() in ("true", "yes", "1")
-        raise RewardError(f"{name} = {value!r}; give true or false")
-    if hint in (int, float):
-        try:
-            return hint(value)
-        except (TypeError, ValueError, OverflowError):
-            raise RewardError(f"{name} = {value!r}; give a number") from None
-    if not isinstance(value, str):
-        raise RewardError(f"{name} = {value!r}; give a text")
-    return value
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-    return f"nearest: {close[0]!r}" if close else f"there are: {', '.join(known)}"
+    try:
+        return read_setting(Option(name, hint, None), value)
+    except ConfigError as error:
+        raise RewardError(str(error)) from None

@@ -9,7 +9,6 @@ Each part is logged by name in Verdict.parts; accuracy is counted from the part 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from tinyllm.errors import RewardError
 from tinyllm.records import Unscored, Verdict
 from tinyllm.rewards import functions
 from tinyllm.rewards.base import Verifier, build, is_family
-from tinyllm.rewards.text.extract import RULES, Region
+from tinyllm.rewards.text.extract import Region
 from tinyllm.rewards.text.format import FormatVerifier
 
 FORMAT = "format"
@@ -47,11 +46,7 @@ def make_parts(reward: RewardConfig, task_verifier: str | None) -> list[RewardPa
     specs: list[Any] = list(reward.functions)
     weights = list(reward.weights) or [1.0] * max(1, len(specs))
     if not specs:
-        specs = [_ruled(task_verifier, reward.rule)]
-    elif reward.rule:
-        raise RewardError(
-            f"reward.rule = {reward.rule!r} is for the task's own verifier; remove it or reward.functions"
-        )
+        specs = [_own(task_verifier)]
     if reward.combine == "gate" and len(specs) < 2:
         raise RewardError("reward.combine = 'gate' needs two functions or more: the first opens the gate")
     if len(weights) != len(specs):
@@ -68,28 +63,19 @@ def make_parts(reward: RewardConfig, task_verifier: str | None) -> list[RewardPa
         parts.append(RewardPart(next(unique for unique in _names(name) if unique not in taken), weight, judge))
     main = parts[0].judge
     region = main.region if isinstance(main, Verifier) else None
-    if reward.format_weight or (region is not None and not reward.functions):
-        tags = region.tags if region is not None and region.rule == "exact_format" else ("answer",)
-        form = FormatVerifier(Region("exact_format", tags=tags), gold=None)
-        parts.append(RewardPart(FORMAT, reward.format_weight, form))
+    if region is not None and not reward.functions:  # logged beside correctness
+        tags = region.tags if region.rule == "exact_format" else ("answer",)
+        parts.append(RewardPart(FORMAT, 0.0, FormatVerifier(Region("exact_format", tags=tags), gold=None)))
     return parts
 
 
-def _ruled(task_verifier: str | None, rule: str | None) -> Verifier:
-    if rule is not None and rule not in RULES:
-        raise RewardError(f"reward.rule = {rule!r}; choose one of: {', '.join(RULES)}")
-    if task_verifier is None and rule is None:
+def _own(task_verifier: str | None) -> Verifier:
+    if task_verifier is None:
         raise RewardError(
-            "these rows have no verifier of their own; give --reward module:function, a verifier such as "
-            "--reward math:rule=boxed, or --reward.rule last_number for numeric answers"
+            "these rows have no verifier of their own; give --reward module:function, or a verifier such as "
+            "--reward math:rule=boxed, or arithmetic:rule=last_number for numeric answers"
         )
-    verifier = build(task_verifier or "arithmetic")
-    if rule is None:
-        return verifier
-    if verifier.region is None:
-        raise RewardError(f"reward.rule = {rule!r}: the task's verifier {verifier.family!r} reads no answer; remove it")
-    changes: dict[str, Any] = {"rule": rule, "tags": ("answer",)}
-    return dataclasses.replace(verifier, region=dataclasses.replace(verifier.region, **changes))
+    return build(task_verifier)
 
 
 def _judge(spec: Any) -> Verifier | Callable[..., Any] | str:

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import math
 import numbers
@@ -27,7 +26,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tinyllm.errors import RewardError
+from tinyllm.errors import RewardError, closest, nearest
 from tinyllm.records import Judged, Logged, Unscored, Verdict
 
 FIXED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -81,8 +80,8 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise RewardError(f"reward function {spec!r}: importing it raised {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            close = difflib.get_close_matches(part, dir(found), 1)
-            hint = f"; nearest: {close[0]!r}" if close else ""
+            close = closest(part, dir(found))
+            hint = f"; did you mean {close!r}?" if close else ""
             raise RewardError(f"reward function {spec!r}: {module_name} has no {part!r}{hint}")
         found = getattr(found, part)
     if not callable(found):
@@ -113,8 +112,7 @@ def check_columns(function: Callable[..., Any], name: str, columns: Sequence[str
             parameter.KEYWORD_ONLY,
         )
         if needed and parameter.name not in (*FIXED, *columns):
-            close = difflib.get_close_matches(parameter.name, columns, 1, cutoff=0.5)
-            hint = f"nearest: {close[0]!r}" if close else f"columns are {', '.join(columns) or 'none'}"
+            hint = nearest(parameter.name, columns, "the columns are")
             raise RewardError(
                 f"reward function {name} needs {parameter.name!r}, which is no column of the data; {hint}"
             )

@@ -6,10 +6,11 @@ accepted), or unknown. null is as good as absent everywhere.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
+
+from tinyllm.errors import closest
 
 Reader = Callable[[str, Any], Any]
 """(name of the field, its value) -> the checked value. Raises APIError."""
@@ -78,8 +79,8 @@ def read(
                     code="unsupported_field",
                 )
         else:
-            close = difflib.get_close_matches(name[:100], [*readers, *neutral], n=1, cutoff=0.6)
-            hint = f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(readers)}"
+            close = closest(name, [*readers, *neutral])
+            hint = f"did you mean {close!r}?" if close else f"there is: {', '.join(readers)}"
             raise APIError(f"unknown field {show(name)}; {hint}", param=name[:100], code="unknown_field")
     return found
 

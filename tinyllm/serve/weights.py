@@ -5,7 +5,6 @@ Everything is read and checked before anything is written: an update that fails 
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyllm.engine.policy import Policy
-from tinyllm.errors import ModelError
+from tinyllm.errors import ModelError, closest
 from tinyllm.record.hashing import hash_tensors
 from tinyllm.records import Revision
 
@@ -107,8 +106,8 @@ def _checked(file: Path, name: str, tensor: Tensor, wanted: Mapping[str, Tensor]
     if own is None:
         if ".lora_" in name:
             raise ModelError(f"{file} holds LoRA adapters ({name}); merge them and publish the whole model")
-        close = difflib.get_close_matches(name, wanted, n=1)
-        hint = f" (the nearest is {close[0]})" if close else ""
+        close = closest(name, wanted)
+        hint = f" (the nearest is {close})" if close else ""
         raise ModelError(f"{file}: the model has no weight {name}{hint}; is it another model?")
     if tensor.shape != own.shape:
         raise ModelError(

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from tinyllm.config.sections import ArithmeticConfig
+from tinyllm.config.options import read_settings, split_spec
+from tinyllm.config.sections import opt
 from tinyllm.errors import ConfigError
 
 PRINTED = {"+": "+", "-": "-", "*": "x"}
@@ -22,6 +24,23 @@ MIN_HELD_OUT = 150
 """Fewer held-out prompts than this leave accuracy with an interval too wide to say anything (0.85 +- 0.06 at 150)."""
 MAX_PAIRS = 1_000_000
 """Ranges that make more prompts than this are refused before they are generated."""
+
+
+@dataclass(frozen=True)
+class ArithmeticConfig:
+    """The settings of the task: data.task = "arithmetic:operators=+|-,held_out=200"."""
+
+    operators: tuple[str, ...] = opt(("+", "-", "*"), "operators to ask about: + - *")
+    operands: tuple[int, int] = opt((1, 20), "smallest and largest operand of + and -", ge=0)
+    factors: tuple[int, int] = opt((2, 10), "smallest and largest operand of *", ge=0)
+    held_out: int = opt(162, "how many prompts are kept for evaluation", ge=1)
+    seed: int = opt(0, "which prompts are kept; independent of the run's seed, so runs are comparable", ge=0)
+
+
+def read_spec(spec: str) -> ArithmeticConfig:
+    """The settings of a spec, "arithmetic" or "arithmetic:key=value,key=value". Raises ConfigError."""
+    name, given = split_spec(spec)
+    return read_settings(ArithmeticConfig, given, name)
 
 
 def pairs(config: ArithmeticConfig) -> Iterator[tuple[str, int, int, int]]:
@@ -51,7 +70,7 @@ def generate(config: ArithmeticConfig) -> tuple[list[dict[str, Any]], list[dict[
     total = sum(map(len, classes.values()))
     if total <= config.held_out:
         raise ConfigError(
-            f"data.arithmetic: the ranges give {total} prompts, not more than held_out = {config.held_out}; "
+            f"arithmetic: the ranges give {total} prompts, not more than held_out = {config.held_out}; "
             "widen operands or factors"
         )
     order = list(classes)
@@ -67,25 +86,25 @@ def generate(config: ArithmeticConfig) -> tuple[list[dict[str, Any]], list[dict[
     train = [row for key, rows in classes.items() if key not in kept for row in rows]
     held_out = [row for key, rows in classes.items() if key in kept for row in rows]
     if not train:
-        raise ConfigError(f"data.arithmetic.held_out = {config.held_out} leaves nothing to train on; widen the ranges")
+        raise ConfigError(f"arithmetic.held_out = {config.held_out} leaves nothing to train on; widen the ranges")
     return train, held_out
 
 
 def check(config: ArithmeticConfig) -> None:
     """Raises ConfigError naming the field, the value and the remedy."""
     if not config.operators:
-        raise ConfigError("data.arithmetic.operators is empty; choose from + - *")
+        raise ConfigError("arithmetic.operators is empty; choose from + - *")
     for operator in config.operators:
         if operator not in PRINTED:
-            raise ConfigError(f"data.arithmetic.operators has {operator!r}; choose from + - *")
+            raise ConfigError(f"arithmetic.operators has {operator!r}; choose from + - *")
     if len(set(config.operators)) < len(config.operators):
-        raise ConfigError(f"data.arithmetic.operators names one twice: {' '.join(config.operators)}")
+        raise ConfigError(f"arithmetic.operators names one twice: {' '.join(config.operators)}")
     for name, (low, high) in (("operands", config.operands), ("factors", config.factors)):
         if low > high:
-            raise ConfigError(f"data.arithmetic.{name} = {low},{high}: the first number is the smallest, so swap them")
+            raise ConfigError(f"arithmetic.{name} = {low},{high}: the first number is the smallest, so swap them")
         if (high - low + 1) ** 2 > MAX_PAIRS:
-            raise ConfigError(f"data.arithmetic.{name} = {low},{high} gives over {MAX_PAIRS} pairs; narrow the range")
+            raise ConfigError(f"arithmetic.{name} = {low},{high} gives over {MAX_PAIRS} pairs; narrow the range")
     if config.held_out < MIN_HELD_OUT:
         raise ConfigError(
-            f"data.arithmetic.held_out = {config.held_out} is too few to measure accuracy; keep at least {MIN_HELD_OUT}"
+            f"arithmetic.held_out = {config.held_out} is too few to measure accuracy; keep at least {MIN_HELD_OUT}"
         )

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.config.sections import DPOConfig, SFTConfig
-from tinyllm.errors import DataError, ModelError, RunError
+from tinyllm.errors import DataError, ModelError, RunError, nearest
 from tinyllm.model.models import apply_template, load_config, render, stop_token_ids, tokenizer_hash
 from tinyllm.record.hashing import hash_json
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Completion, Group, Prompt, Revision, Rollout, Verdict
-from tinyllm.tasks.files import Row, check_prompt, check_text, nearest, read_dataset, read_file
+from tinyllm.tasks.files import COLUMNS, Row, check_prompt, check_text, read_dataset, read_file
 from tinyllm.tasks.load import BadRows, disjoint, prompt_key, split, usable
 
 GIVEN = Revision(0, "given")
@@ -66,7 +66,7 @@ def load_examples(config: SFTConfig | DPOConfig, tokenizer: Any) -> ExampleData:
     check: Callable[[Row, str], None] = _check_pair if config.kind == "dpo" else _check_example
     make: Callable[[Row], list[Group]] = writer.pair if config.kind == "dpo" else writer.turns
     if isinstance(config, DPOConfig) and config.data.from_run:
-        if data.file or data.dataset or data.held_out:
+        if data.file or data.dataset or isinstance(data.held_out, str):
             raise DataError("data.from_run is given beside a file or data set; give one of them")
         name = config.data.from_run
         rows, make = _recorded(config, tokenizer)
@@ -76,11 +76,11 @@ def load_examples(config: SFTConfig | DPOConfig, tokenizer: Any) -> ExampleData:
         rows = list(usable(source, data.columns, bad, check))
     else:
         raise DataError("no rows to train on; give --data FILE.jsonl" + _or_run(config))
-    if data.held_out:
+    if isinstance(data.held_out, str):
         held_out = list(usable(read_file(data.held_out), data.columns, bad, check))
         train = disjoint(rows, held_out, bad, key)
     else:
-        train, held_out = split(rows, data.held_out_fraction, key)
+        train, held_out = split(rows, data.held_out, key)
     positions = getattr(load_config(config.model.name).get_text_config(), "max_position_embeddings", None)
     groups: dict[str, tuple[Group, ...]] = {}
     sides = []
@@ -100,7 +100,7 @@ def load_examples(config: SFTConfig | DPOConfig, tokenizer: Any) -> ExampleData:
     bad.refuse()
     if not sides[0]:
         why = f"; skipped {len(bad.reasons)}, first: {bad.reasons[0]}" if bad.reasons else ""
-        raise DataError(f"{name} has no rows to train on{why}; check it and --data.held_out_fraction")
+        raise DataError(f"{name} has no rows to train on{why}; check it and --data.held_out")
     return ExampleData(name, sides[0], sides[1], groups, _content(sides, groups), tuple(bad.reasons))
 
 
@@ -211,7 +211,7 @@ def _check_pair(row: Row, place: str) -> None:
 def _check_completion(row: Row, place: str, name: str) -> None:
     """The column as text; a list with one assistant message is its content. Raises DataError."""
     if name not in row:
-        raise DataError(f"{place} has no column {name!r}; {nearest(name, list(row))}; map one with --data.columns")
+        raise DataError(f"{place} has no column {name!r}; {nearest(name, row, COLUMNS)}; map one with --data.columns")
     value = row[name]
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         if value[0].get("role") != "assistant":

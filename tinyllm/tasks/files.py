@@ -6,16 +6,18 @@ Nothing is guessed: a row is used as it stands or refused with its number (or sk
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tinyllm.errors import DataError
+from tinyllm.errors import DataError, nearest, require_extra
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".parquet")
+
+
+COLUMNS = "the columns are"
 
 
 def read_file(path: str) -> Iterator[tuple[str, Row]]:
@@ -72,10 +74,9 @@ def read_dataset(spec: str) -> Iterator[tuple[str, Row]]:
 
     Code of the data set's authors is never run. Raises DataError when it cannot be loaded.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"data.dataset = {spec!r} needs the package `datasets`; pip install datasets") from None
+    require_extra("data", f"data.dataset = {spec!r}")
+    import datasets
+
     name, _, rest = spec.partition(":")
     config, _, split = rest.partition(":")
     try:
@@ -94,22 +95,17 @@ def rename(row: Row, columns: Mapping[str, str], place: str) -> Row:
     """
     for ours, theirs in columns.items():
         if theirs not in row:
-            raise DataError(f"{place} has no column {theirs!r} (mapped to {ours!r}); {nearest(theirs, list(row))}")
+            raise DataError(f"{place} has no column {theirs!r} (mapped to {ours!r}); {nearest(theirs, row, COLUMNS)}")
     renamed = {name: value for name, value in row.items() if name not in columns.values()}
     return renamed | {ours: row[theirs] for ours, theirs in columns.items()}
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of an error message: the nearest known name, or all of them."""
-    close = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-    return f"nearest: {close[0]!r}" if close else f"columns are {', '.join(map(repr, known)) or 'none'}"
 
 
 def check_prompt(row: Row, place: str) -> None:
     """Raises DataError unless row["prompt"] is a non-empty text or a list of chat messages."""
     if "prompt" not in row:
         raise DataError(
-            f"{place} has no column 'prompt'; {nearest('prompt', list(row))}; map one with --data.columns prompt=NAME"
+            f"{place} has no column 'prompt'; {nearest('prompt', row, COLUMNS)}; "
+            "map one with --data.columns prompt=NAME"
         )
     prompt = row["prompt"]
     if isinstance(prompt, str):

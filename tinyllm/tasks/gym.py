@@ -4,11 +4,10 @@ ours."""
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 from typing import Any
 
-from tinyllm.errors import DataError
+from tinyllm.errors import DataError, nearest, require_extra
 from tinyllm.rewards.gym.checks import CHECKS
 from tinyllm.rewards.gym.verifier import GymVerifier
 
@@ -25,13 +24,10 @@ def generate(name: str, seed: int = 0) -> tuple[list[dict[str, Any]], list[dict[
     Raises DataError for a data set without a check of ours, and without the [gym] extra.
     """
     if name not in CHECKS:
-        close = difflib.get_close_matches(name, CHECKS, 1)
-        hint = f"nearest: {close[0]!r}" if close else f"there are: {', '.join(sorted(CHECKS))}"
-        raise DataError(f"data.task = 'gym:{name}' has no verifier of ours; {hint}")
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise DataError(f"data.task = 'gym:{name}' needs reasoning-gym; pip install 'tinyllm[gym]'") from None
+        raise DataError(f"data.task = 'gym:{name}' has no verifier of ours; {nearest(name, sorted(CHECKS))}")
+    require_extra("gym", f"data.task = 'gym:{name}'")
+    import reasoning_gym
+
     sides, verifier = [], GymVerifier()
     seen: set[str] = set()
     for size, offset in ((HELD_OUT, 1_000_003), (TRAIN, 0)):

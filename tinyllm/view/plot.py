@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyllm.callbacks import Callback, RunResult
+from tinyllm.errors import require_extra
 from tinyllm.record.files import write_atomic
 from tinyllm.record.metrics import CHARTS, held_out_score, score_kind
 from tinyllm.record.rundir import RunDir
@@ -47,17 +49,24 @@ TITLES = {
 """Longer titles, where there is no room for a note."""
 Rows = Sequence[dict[str, Any]]
 
+log = logging.getLogger("tinyllm")
+
 
 class PlotAtEnd(Callback):
-    """Draws report.png of a run that ended."""
+    """Draws report.png of a run that ended; a run does not fail at its end for want of what draws it."""
 
     def on_end(self, result: RunResult | None) -> None:
-        if result is not None:
+        if result is None:
+            return
+        try:
             write_report(RunDir.read(result.run_dir))
+        except MissingExtra as error:
+            log.warning("%s", error)
 
 
 def write_report(run: RunDir) -> Path:
     """Draw report.png of a run, finished or not, and return its path. Raises RunError for a damaged record."""
+    require_extra("report", "report.png", "matplotlib")
     import matplotlib
 
     from tinyllm.view.curves import charts

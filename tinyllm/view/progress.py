@@ -23,6 +23,8 @@ from tinyllm.records import Group, Prompt, Rollout
 
 SPARKS = "▁▂▃▄▅▆▇█"
 LAST_STEPS = 10
+SAMPLES_SHOWN = 2
+"""Completions shown at each step: what fits below the bar with their rewards."""
 """Steps over which the time that is left is estimated."""
 
 
@@ -62,7 +64,7 @@ class PlainProgress(Callback):
         total = self.info.config.train.steps
         parts = [f"step {metrics['step']}/{total}", *numbers(metrics, timing), f"{timing.get('step_s', 0):.1f} s"]
         self.say("  ".join([*parts, f"{duration(self.time_left())} left"]))
-        for prompt, rollout in samples(groups, metrics["step"], self.info.config.run.samples_shown):
+        for prompt, rollout in samples(groups, metrics["step"], SAMPLES_SHOWN):
             self.say(f"    {sample_line(prompt, rollout, 100)}")
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
@@ -119,7 +121,7 @@ class LiveProgress(PlainProgress):
         self.numbers = numbers(metrics, timing)
         if metrics.get("reward_mean") is not None:
             self.rewards.append(metrics["reward_mean"])
-        self.shown = samples(groups, metrics["step"], self.info.config.run.samples_shown)
+        self.shown = samples(groups, metrics["step"], SAMPLES_SHOWN)
 
     def on_end(self, result: RunResult | None) -> None:
         if self.live is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tinyllm.callbacks import Callback, RunInfo, RunResult
 from tinyllm.config.io import to_dict
-from tinyllm.errors import ConfigError
+from tinyllm.errors import require_extra
 from tinyllm.record.metrics import held_out_score
 from tinyllm.records import Group
 
@@ -17,7 +17,7 @@ Send = Callable[[dict[str, float], int], None]
 
 
 def make_trackers(names: Sequence[str]) -> list[Callback]:
-    """One callback per name. Raises ConfigError when a package is missing."""
+    """One callback per name. Raises MissingExtra when a package is missing."""
     return [Tracker(name) for name in names]
 
 
@@ -25,12 +25,8 @@ class Tracker(Callback):
     """Numbers of every step and evaluation, under train/, eval/ and timing/."""
 
     def __init__(self, name: str):
-        try:
-            self.module = importlib.import_module(MODULES[name])
-        except ImportError as error:
-            raise ConfigError(
-                f"run.trackers = {name}: {error.name or name} is not installed; pip install 'tinyllm[track]'"
-            ) from None
+        require_extra("track", f"run.trackers = {name}", name)
+        self.module = importlib.import_module(MODULES[name])
         self.name = name
         self.send: Send | None = None
         self.close: Callable[[], None] = lambda: None

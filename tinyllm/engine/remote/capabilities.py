@@ -91,17 +91,15 @@ async def ask_capabilities(
     model: str | None = None,
     prompt: tuple[int, ...] = (1, 2, 3, 4),
     key: str = "",
-    seeds: bool = True,
     retry_policy: RetryPolicy | None = None,
 ) -> Capabilities:
-    """Ask one server. prompt: valid token ids; seeds False: never send one. Raises EngineError."""
+    """Ask one server. prompt: valid token ids. Raises EngineError."""
     interview = _Interview(http, url, prompt, key, retry_policy or RetryPolicy())
     try:
         facts = await interview.who(model)
         facts = await interview.what_it_returns(facts)
         if facts.logprobs == UNKNOWN:
             facts = replace(facts, logprobs=await interview.convention(facts))
-        facts = replace(facts, seeds=facts.seeds and seeds)
     except RequestFailed as error:
         raise EngineError(f"{url}: {error}") from None
     if facts.seeds and facts.server != "tinyllm":
@@ -143,7 +141,7 @@ class _Interview:
         names = [entry["id"] for entry in entries]
         there = ", ".join(names[:10]) or "none"
         if model is None and len(names) != 1:
-            raise EngineError(f"{self.url} has {len(names)} models ({there}); choose one with engine.model")
+            raise EngineError(f"{self.url} has {len(names)} models ({there}); name one, as in {self.url}#NAME")
         if model is not None and model not in names:
             raise EngineError(f"{self.url} has no model {model!r}; it has: {there}")
         entry = entries[names.index(model) if model else 0]
@@ -214,8 +212,8 @@ class _Interview:
             if await alive(self.http, self.url, self.key) and await self.still_samples(facts):
                 return False
             raise EngineError(
-                f"{self.url} died of a request with a seed (as vLLM's CPU engine does); start it again and set "
-                "engine.seeds = false"
+                f"{self.url} died of a request with a seed (as vLLM's CPU engine does); such a server cannot be used, "
+                "choose another version of it"
             ) from None
         return drawn[0] == drawn[1] != drawn[2]
 

@@ -11,7 +11,6 @@ is OPENAI_API_KEY.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from tinyllm.engine.remote.http import (
     run,
 )
 from tinyllm.engine.seeds import seed_key
-from tinyllm.errors import ModelError
+from tinyllm.errors import ModelError, nearest
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 
 ATTEMPTS = 4
@@ -64,9 +63,7 @@ class ChatServer:
             raise ModelError(f"{url}: {error}; give the address up to /v1, as in http://localhost:8000/v1") from None
         there = [entry["id"] for entry in listed]
         if model and model not in there:
-            close = difflib.get_close_matches(model, there, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(there[:10]) or 'none'}"
-            raise ModelError(f"{url} has no model {model!r}; {hint}")
+            raise ModelError(f"{url} has no model {model!r}; {nearest(model, there[:10], 'it has')}")
         if not model and len(there) != 1:
             names = ", ".join(there[:10]) or "none"
             raise ModelError(f"{url} has {len(there)} models ({names}); name one as {url}#MODEL")

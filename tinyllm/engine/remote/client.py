@@ -104,7 +104,6 @@ class HTTPRolloutClient:
         urls: Sequence[str],
         model: str | None = None,
         *,
-        seeds: bool = True,
         probe_prompt: Sequence[int] = (1, 2, 3, 4),
         max_concurrent: int = 64,
         retry_policy: RetryPolicy | None = None,
@@ -115,7 +114,7 @@ class HTTPRolloutClient:
     ) -> HTTPRolloutClient:
         """Ask every server what it can give. Raises EngineError for a server that cannot be trained on.
 
-        seeds False: send none, for a server that does not survive one. probe_prompt: token ids of the questions.
+        probe_prompt: token ids of the questions.
         """
         urls = [clean_url(url) for url in urls]
         if len(set(urls)) != len(urls) or not urls:
@@ -129,7 +128,6 @@ class HTTPRolloutClient:
                     model=model,
                     prompt=tuple(probe_prompt),
                     key=api_key(),
-                    seeds=seeds,
                     retry_policy=retry_policy,
                 )
                 for url in urls

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from tinyllm.errors import require_extra
+
 if TYPE_CHECKING:
     import httpx2
 
@@ -87,6 +89,7 @@ class Http:
     """Connections and locks of one event loop."""
 
     def __init__(self) -> None:
+        require_extra("remote", "a model server")
         self._clients: dict[bool, httpx2.AsyncClient] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 

@@ -293,7 +293,7 @@ class VLLMLora:
 
     def write(self, update: WeightUpdate, policy: Policy) -> None:
         if not hasattr(policy.model, "peft_config"):
-            raise EngineError("engine.publish = lora needs adapters to publish; set lora.rank")
+            raise EngineError("vLLM takes weights as adapters, and there are none to publish; set lora.rank")
         if not update.path.exists():
             with new_folder(update.path) as folder:
                 policy.model.save_pretrained(folder, save_embedding_layers=False)

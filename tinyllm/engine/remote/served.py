@@ -12,7 +12,7 @@ from typing import Any
 from tinyllm.config.sections import EngineConfig
 from tinyllm.distributed.ranks import SOLO, Ranks
 from tinyllm.engine.policy import Policy
-from tinyllm.engine.remote.canary import TOLERANCES, Canary, Score
+from tinyllm.engine.remote.canary import Canary, Score, tolerance_of
 from tinyllm.engine.remote.client import HTTPRolloutClient
 from tinyllm.engine.remote.http import Portal, RetryPolicy
 from tinyllm.engine.remote.publish import KEPT_ADAPTERS, Publisher, SGLangDisk, TinyllmDisk, VLLMLora, WeightTransfer
@@ -21,14 +21,27 @@ from tinyllm.errors import EngineError
 from tinyllm.record.hashing import hash_bytes
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 
-_TRANSFERS: Mapping[tuple[str, str], Callable[[int], WeightTransfer]] = {
-    ("disk", "tinyllm"): lambda max_lag: TinyllmDisk(),
-    ("disk", "sglang"): lambda max_lag: SGLangDisk(),
+_TRANSFERS: Mapping[str, Callable[[int], WeightTransfer]] = {
+    "tinyllm": lambda max_lag: TinyllmDisk(),
+    "sglang": lambda max_lag: SGLangDisk(),
     # A request keeps the adapter it was sent with
-    ("lora", "vllm"): lambda max_lag: VLLMLora(kept=max(KEPT_ADAPTERS, max_lag + 2)),
+    "vllm": lambda max_lag: VLLMLora(kept=max(KEPT_ADAPTERS, max_lag + 2)),
 }
-"""(engine.publish, kind of server) -> max_lag -> how weights get there."""
-_AUTO = {"tinyllm": "disk", "sglang": "disk", "vllm": "lora"}
+"""Kind of server -> max_lag -> how weights get there."""
+_ATTEMPTS = 4
+"""Of one request: enough for a server that restarts, and what ends it is the deadline."""
+
+
+def split_urls(urls: Sequence[str]) -> tuple[list[str], str | None]:
+    """The addresses, and the model's name that stands behind them (http://127.0.0.1:8000#NAME), where one does.
+
+    Raises EngineError for two names: a run samples one model.
+    """
+    parts = [url.partition("#") for url in urls]
+    names = list(dict.fromkeys(name for _, _, name in parts if name))
+    if len(names) > 1:
+        raise EngineError(f"engine.urls name several models ({', '.join(names)}); give one")
+    return [url for url, _, _ in parts], names[0] if names else None
 
 
 class ServedEngine:
@@ -95,11 +108,9 @@ def make_served_engine(
     """
     portal = Portal()
     try:
-        retry_policy = RetryPolicy(config.attempts, config.deadline_s)
+        retry_policy = RetryPolicy(_ATTEMPTS, config.deadline_s)
         client = HTTPRolloutClient.connect(
-            config.urls,
-            config.model,
-            seeds=config.seeds,
+            *split_urls(config.urls),
             probe_prompt=prompts[0].token_ids,
             max_concurrent=config.max_concurrent,
             retry_policy=retry_policy,
@@ -110,9 +121,9 @@ def make_served_engine(
         )
         client.require(prompts, params)
         adapters = hasattr(policy.model, "peft_config")
-        transfer = _transfer(config, client, max_lag, adapters)
+        transfer = _transfer(client, max_lag, adapters)
         dtype = str(policy.head_weight.dtype).removeprefix("torch.")
-        tolerance = config.canary_tolerance or TOLERANCES.get(dtype, 0.05)
+        tolerance = tolerance_of(client.servers.all[0].facts.server, dtype)
         canary = Canary(prompts[0].token_ids, score, tolerance, tokens=min(16, params.max_new_tokens))
         publisher = Publisher(client.servers, transfer, folder, canary, retry_policy, portal.run)
         # A server of another precision holds other bits of the same weights; there the canary alone must do
@@ -130,18 +141,14 @@ def weights_folder(config: EngineConfig, run: Path) -> Path:
     return Path(config.folder) / f"{run.name}-{hash_bytes(bytes(run.resolve()))[:8]}"  # others may be called the same
 
 
-def _transfer(config: EngineConfig, client: HTTPRolloutClient, max_lag: int, adapters: bool) -> WeightTransfer:
+def _transfer(client: HTTPRolloutClient, max_lag: int, adapters: bool) -> WeightTransfer:
     """How weights get to these servers. Raises EngineError where they cannot."""
     kinds = sorted({server.facts.server for server in client.servers.all})
     if len(kinds) > 1:
         raise EngineError(f"engine.urls are servers of several kinds ({', '.join(kinds)}); use one kind in a run")
     kind = kinds[0]
-    name = _AUTO[kind] if config.publish == "auto" else config.publish
-    make = _TRANSFERS.get((name, kind))
-    if make is None:
-        raise EngineError(f"engine.publish = {name}: {kind} takes weights by {_AUTO[kind]}; choose auto")
-    if name == "lora" and not adapters:
+    if kind == "vllm" and not adapters:
         raise EngineError(f"{kind} takes new weights as LoRA adapters; set lora.rank (for example to 16)")
     if max_lag and kind == "sglang":
         raise EngineError("SGLang cuts off what it samples at an update; set pool.max_lag to 0")
-    return make(max_lag)
+    return _TRANSFERS[kind](max_lag)

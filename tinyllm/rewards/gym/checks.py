@@ -15,6 +15,7 @@ from typing import Any
 
 import mpmath
 
+from tinyllm.errors import require_extra
 from tinyllm.rewards.gym.readers import FormulaReader, arithmetic, letters, truth
 from tinyllm.rewards.math.compare import CompareRules
 from tinyllm.rewards.math.compare import same as same_answer
@@ -164,6 +165,7 @@ def moves_check(gold: str, metadata: Metadata) -> Check:
         raise BadGold("cube_size is not 2 to 20, or scramble_moves are not turns")
 
     def check(answer: str) -> bool:
+        require_extra("gym", "a gym task about cubes")
         from magiccube.cube import Cube
 
         turns = answer.split()

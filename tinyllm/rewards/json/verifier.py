@@ -21,7 +21,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from tinyllm.errors import DataError, RewardError
+from tinyllm.errors import DataError, RewardError, require_extra
 from tinyllm.records import Verdict
 from tinyllm.rewards.base import Row, SelfTest, Verifier, correct
 from tinyllm.rewards.json.formats import FORMATS
@@ -33,8 +33,9 @@ try:
     import re2
     from jsonschema import validators
     from jsonschema.exceptions import SchemaError, ValidationError
-except ImportError as error:
-    raise RewardError(f"verifier 'json' needs {error.name}; pip install 'tinyllm[json]'") from None
+except ImportError:
+    require_extra("json", "verifier 'json'")
+    raise
 
 _ECMA_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
 MAX_FRAMES = 15_000

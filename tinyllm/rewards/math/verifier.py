@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import ClassVar, Literal
 
-from tinyllm.errors import DataError, RewardError
+from tinyllm.errors import DataError, RewardError, require_extra
 from tinyllm.records import Verdict
 from tinyllm.rewards.base import Row, SelfTest, Verifier, correct, gold_text
 from tinyllm.rewards.math.compare import EXPRESSIONS, CompareRules, check_value, same
@@ -28,7 +28,8 @@ from tinyllm.rewards.text.numbers import read_number, stated_number, taken_back
 try:
     import math_verify
 except ImportError:
-    raise RewardError("verifier 'math' needs math-verify; pip install 'tinyllm[math]'") from None
+    require_extra("math", "verifier 'math'")
+    raise
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinyllm.config.io import to_toml
-from tinyllm.errors import ConfigError, RunError
+from tinyllm.errors import RunError, require_extra
 from tinyllm.health.checks import check
 from tinyllm.health.history import History
 from tinyllm.health.ledger import selection
@@ -108,11 +108,10 @@ def write_html(
 
 @functools.cache
 def _plotly() -> str:
-    """The source of plotly.js, packed. Raises ConfigError."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ConfigError("report.html needs plotly, which is not installed; run: pip install plotly") from None
+    """The source of plotly.js, packed. Raises MissingExtra."""
+    require_extra("report", "an HTML report", "plotly")
+    from plotly.offline import get_plotlyjs
+
     return packed(get_plotlyjs().encode())
 
 
