@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyllm.callbacks import Callback, RunResult
-from tinyllm.errors import require_extra
+from tinyllm.errors import MissingExtra, require_extra
 from tinyllm.record.files import write_atomic
 from tinyllm.record.metrics import CHARTS, held_out_score, score_kind
 from tinyllm.record.rundir import RunDir

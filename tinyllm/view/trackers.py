@@ -9,7 +9,7 @@ from typing import Any
 from tinyllm.callbacks import Callback, RunInfo, RunResult
 from tinyllm.config.io import to_dict
 from tinyllm.errors import require_extra
-from tinyllm.record.metrics import held_out_score
+from tinyllm.record.metrics import held_out_score, score_kind
 from tinyllm.records import Group
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
@@ -52,8 +52,8 @@ class Tracker(Callback):
     def on_eval(self, row: Mapping[str, Any]) -> None:
         assert self.send is not None
         score = held_out_score(row)
-        name = "eval/accuracy" if row.get("correct") is not None else "eval/reward"
-        self.send(numbers_of("eval", row) | ({name: score[0]} if score else {}), row["step"])
+        named = {f"eval/{score_kind(row)}": score[0]} if score else {}
+        self.send(numbers_of("eval", row) | named, row["step"])
 
     def on_end(self, result: RunResult | None) -> None:
         self.close()
