@@ -97,7 +97,7 @@ def one_step() -> None:
         home = Path(folder)
         model = tiny.save(tiny.llama(), home / "model")
         rows = tiny.write_rows(home / "rows.jsonl")
-        config = tiny.config(model, rows, home / "run", train={"steps": 1}, data={"held_out_fraction": 0.0})
+        config = tiny.config(model, rows, home / "run", train={"steps": 1}, data={"held_out": 0.0})
         train(config, reward=tiny.many_digits)
 
 

@@ -26,7 +26,8 @@ LAYERS = """
     health
     post
     pool
-    post.run post.parts post.examples post.replay
+    post.build
+    post.run post.replay
     view
     evals
     serve plan

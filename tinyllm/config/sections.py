@@ -131,6 +131,7 @@ def _axis_options() -> list[tuple[str, Any, Any]]:
     """One option per row of the table of axes, in its order; None is the preset's choice."""
     rows = []
     for axis in AXES.values():
+        bound: dict[str, Any]
         kind = Literal[tuple(c for c in axis.choices if c not in axis.report_only)] if axis.choices else axis.type
         if axis.type == int | None:
             bound, kind = {"ge": 1.0}, int
