@@ -8,8 +8,8 @@
         def end(self, state): ...
         def close(self): ...
 
-Whatever a method raises is data: the rollout that it was called for fails with the reason, is not scored, and the
-others go on.
+Whatever reset, respond or end raises is data: the rollout that it was called for fails with the reason and is not
+scored, and the others go on.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ become a template's special tokens."""
 
 
 class Environment(Protocol[State]):
-    """Answers the turns of rollouts. Each rollout has a state of its own, from reset to end; one call at a time.
+    """Answers the turns of rollouts. Each rollout has a state of its own, from reset to end.
 
-    How a method answers depends on its arguments alone, never on which other rollouts there are.
+    All rollouts of a step have their states at the same time; methods are called one at a time, and nothing bounds
+    their seconds. What a method answers depends on its arguments alone, never on which other rollouts there are.
     """
 
     def reset(self, prompt: Prompt, sample: int) -> State:

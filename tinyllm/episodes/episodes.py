@@ -5,9 +5,9 @@
 
 It is an engine itself, so whatever takes one (a source, an evaluation) takes multi-turn rollouts too.
 
-All running rollouts sample their turn k together, then the environment is asked for one after the other. A later turn
-is a prompt of its own with n = 1; beginnings that rollouts of one call share are the engine's to compute once. Keys and
-values are not kept from one turn to the next.
+Simplified: all running rollouts sample their turn k together, then the environment is asked for one after the other. A
+later turn is a prompt of its own with n = 1: the engine computes equal beginnings of one call once, but keeps no keys
+and values from one turn to the next.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Episodes(Engine, Generic[State]):
 
     A rollout ends when the environment says so, when a length limit cuts a turn, or after a whole turn when there have
     been max_turns, when params.max_new_tokens tokens are sampled in all turns together, or when the reply would bring
-    the given tokens above max_given_tokens: then that reply is dropped. So a rollout ends with sampled tokens, is at
-    most prompt + params.max_new_tokens + max_given_tokens long, and has the finish reason of its last turn.
+    the given tokens above max_given_tokens: then that reply is dropped. So a rollout ends with sampled tokens and has
+    the finish reason of its last turn. The engine and the model have room for prompt + params.max_new_tokens +
+    max_given_tokens positions.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class Episodes(Engine, Generic[State]):
             self.engine.close()
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """params.n rollouts of each prompt, those that end first before the others.
+        """params.n rollouts of each prompt, in the order in which they end.
 
-        One whose environment raised, or gave what no token ids are, has failed with the reason.
+        A rollout whose environment raised, or replied with something else than text or token ids, has failed with the
+        reason (finish_reason "error"). Raises EngineError as the engine does, every episode ended.
         """
         states: dict[Key, State] = {}
         try:
@@ -133,7 +135,7 @@ class Episodes(Engine, Generic[State]):
         return rollout.with_given(given)
 
     def _reply(self, state: State, turn: Completion, params: SamplingParams) -> tuple[int, ...] | None:
-        """The token ids of the environment's reply; None: the episode is over. Raises ValueError for what are none."""
+        """The token ids of the environment's reply; None: the episode is over. Raises ValueError for a bad reply."""
         reply = self.environment.respond(state, turn.text, turn.token_ids)
         if reply is None:
             return None
