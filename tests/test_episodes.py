@@ -202,9 +202,10 @@ def test_without_a_reply_a_rollout_is_what_the_engine_returned():
 
 def test_weights_that_change_within_a_turn_stay_where_they_drew():
     new = Revision(4, "w4")
-    split = lambda turn, c: (
-        replace(c, spans=(RevisionSpan(NOW, 0, 2), RevisionSpan(new, 2, len(c.token_ids)))) if turn else c
-    )
+
+    def split(turn, c):
+        return replace(c, spans=(RevisionSpan(NOW, 0, 2), RevisionSpan(new, 2, len(c.token_ids)))) if turn else c
+
     told, _, _ = one("1+1?|", "two|", change=split)
     assert told.spans == (
         RevisionSpan(NOW, 0, 5), RevisionSpan(None, 5, 8), RevisionSpan(NOW, 8, 10), RevisionSpan(new, 10, 12)
@@ -325,9 +326,8 @@ def test_a_later_turn_that_nothing_can_be_trained_on_fails_the_rollout(change, r
 
 def test_a_first_turn_that_failed_is_handed_on_as_the_engine_returned_it():
     """So that whoever checks completions tells one bad completion from a bad engine, as without an environment."""
-    cut = lambda turn, c: replace(c, finish_reason="abort")  # noqa: E731
     script = {("a", 0): ["1+1?|"], ("a", 1): ["1+1?|"]}
-    episodes, _, environment = make(script, change=cut)
+    episodes, _, environment = make(script, change=lambda turn, c: replace(c, finish_reason="abort"))
     with pytest.raises(EngineError, match="no usable completion for 2 asked .*abort"):
         collect_groups(episodes, prompts_of(script), PARAMS, lambda prompts, completions: [])
     assert environment.heard == [] and len(environment.ended) == 2
