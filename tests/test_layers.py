@@ -23,6 +23,7 @@ LAYERS = """
     engine.remote model.refs distributed
     rewards
     tasks
+    episodes
     health
     post
     pool
