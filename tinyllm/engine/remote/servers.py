@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,16 +21,6 @@ _REMEMBERED = 64
 _LOOK_S = 0.02
 _CHECKED_S = 0.5
 """How long a server that says it works is believed; many requests fail at once."""
-
-
-def api_key() -> str:
-    """The key for sampling, from the environment alone: it stands in no configuration and no record."""
-    return os.environ.get("TINYLLM_API_KEY", "")
-
-
-def admin_key() -> str:
-    """The key for changing weights; the other one where a server has only one."""
-    return os.environ.get("TINYLLM_ADMIN_KEY", "") or api_key()
 
 
 @dataclass
@@ -90,7 +79,7 @@ class Server:
         async with http.lock(self.url):
             if self.quarantined is not None or time.monotonic() - self.checked_at < _CHECKED_S:
                 return
-            works = await alive(http, self.url, api_key())
+            works = await alive(http, self.url)
             self.checked_at = time.monotonic()
             if not works:
                 self.quarantine(f"it does not work any more ({failure})")
