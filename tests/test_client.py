@@ -302,9 +302,9 @@ def test_what_a_server_cannot_give_is_refused_at_the_start(options, said):
 
 def test_addresses_and_names():
     with scripted(names=("a", "b")) as server:
-        assert HTTPRolloutClient([f"{server.url}/v1/"], "b").capabilities()[0]["model"] == "b"
+        assert HTTPRolloutClient([f"{server.url}/v1/#b"]).capabilities()[0]["model"] == "b"
         with pytest.raises(EngineError, match="has no model 'c'; it has: a, b"):
-            HTTPRolloutClient([server.url], "c")
+            HTTPRolloutClient([f"{server.url}#c"])
         with pytest.raises(EngineError, match="give each server once"):
             HTTPRolloutClient([server.url, f"{server.url}/v1"])
     with pytest.raises(EngineError, match="no connection.*is a server running there"):

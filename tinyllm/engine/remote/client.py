@@ -14,7 +14,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from tinyllm.engine.remote.capabilities import Capabilities, ask_capabilities, require_fit
@@ -40,31 +40,20 @@ from tinyllm.records import Completion, Prompt, Revision, RevisionSpan, Sampling
 log = logging.getLogger("tinyllm")
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """One sample of one prompt, to be requested."""
-
-    prompt: Prompt
-    number: int
-    key: int
-    id: str
-    """What the ids of its requests begin with."""
-
-
 class HTTPRolloutClient:
     """Samples on one or several servers; fits the RolloutClient protocol by shape.
 
-    Every server is asked for its properties first. Raises EngineError for a server that cannot be trained on. model:
-    the name of the servers' model, None where they have only one. probe_prompt: token ids of the questions. tokenizer:
-    decodes the ids, so that a text does not depend on the server; without one the server's text is taken. vocab_size:
-    ids beyond it are refused. max_lag: more than 0 where a server may be updated while it samples, so that tokens of
-    several confirmed revisions may stand in one completion. run: where the requests run (http.py).
+    Every server is asked for its properties first. Raises EngineError for a server that cannot be trained on. urls: as
+    in http://127.0.0.1:8000, or http://127.0.0.1:8000#NAME where a server has several models. probe_prompt: token ids
+    of the questions. tokenizer: decodes the ids, so that a text does not depend on the server; without one the server's
+    text is taken. vocab_size: ids beyond it are refused. max_lag: more than 0 where a server may be updated while it
+    samples, so that tokens of several confirmed revisions may stand in one completion. run: where the requests run
+    (http.py).
     """
 
     def __init__(
         self,
         urls: Sequence[str],
-        model: str | None = None,
         *,
         probe_prompt: tuple[int, ...] = (1, 2, 3, 4),
         max_concurrent: int = 64,
@@ -80,12 +69,10 @@ class HTTPRolloutClient:
         self._run = run
         self._name = uuid.uuid4().hex[:8]
         self._calls = 0
-        urls = [clean_url(url) for url in urls]
-        if len(set(urls)) != len(urls) or not urls:
-            raise EngineError(f"engine.urls = {', '.join(urls) or 'nothing'}: give each server once")
+        addresses, model = read_urls(urls)
 
         def ask_all(http: Http) -> Coroutine[Any, Any, list[Capabilities]]:
-            return gather([ask_capabilities(http, url, model, probe_prompt, self.retry_policy) for url in urls])
+            return gather([ask_capabilities(http, url, model, probe_prompt, self.retry_policy) for url in addresses])
 
         self.servers = Servers([Server(facts, facts.model) for facts in run(ask_all)])
 
@@ -124,12 +111,15 @@ class HTTPRolloutClient:
         """`sample` in an event loop that has other calls under way; slots bounds the requests of all of them."""
         self._calls += 1
 
-        async def one(sample: _Sample) -> Completion:
-            async with slots:  # the deadline begins when its turn has come
-                return await self._complete(http, sample, params)
+        call = self._calls
 
-        samples = [self._sample(prompt, params, number) for prompt in prompts for number in range(params.n)]
-        done = await gather([one(sample) for sample in samples])
+        async def one(prompt: Prompt, sample: int) -> Completion:
+            key = seed_key(params.seed, params.step, prompt.id, prompt.draw, sample)
+            name = f"{self._name}-{call}-{params.step}-{key:016x}-{sample}"
+            async with slots:  # the deadline begins when its turn has come
+                return await self._complete(http, prompt, sample, key, name, params)
+
+        done = await gather([one(prompt, sample) for prompt in prompts for sample in range(params.n)])
         failed = [completion for completion in done if completion.finish_reason == "error"]
         if failed:
             first = failed[0]
@@ -139,56 +129,50 @@ class HTTPRolloutClient:
             )  # fmt: skip
         return done
 
-    def _sample(self, prompt: Prompt, params: SamplingParams, number: int) -> _Sample:
-        key = seed_key(params.seed, params.step, prompt.id, prompt.draw, number)
-        return _Sample(prompt, number, key, f"{self._name}-{self._calls}-{params.step}-{key:016x}-{number}")
-
-    async def _complete(self, http: Http, sample: _Sample, params: SamplingParams) -> Completion:
+    async def _complete(
+        self, http: Http, prompt: Prompt, sample: int, key: int, name: str, params: SamplingParams
+    ) -> Completion:
+        """One completion, or a failed one with its reason. name: what the ids of its requests begin with."""
         server: Server | None = None
 
         async def attempt(number: int, seconds: float) -> Completion:
             nonlocal server
             server = self.servers.pick(avoid=server)
             request = CompletionRequest(
-                f"{sample.id}.{number}", server.model, sample.prompt.token_ids, sample.key, params, server.facts.seeds
+                f"{name}.{number}", server.model, prompt.token_ids, key, params, server.facts.seeds
             )
             sent_under = server.revision
             response = require_sound(await exchange(http, server, request, seconds), request, self.vocab_size)
             if self.max_lag:
                 await server.wait_until_updated()
-            return self._accept(sample, params, response, spans_of(response, server, sent_under, self.max_lag))
+            spans = spans_of(response, server, sent_under, self.max_lag)
+            revision = spans[0].revision
+            assert revision is not None, spans
+            return Completion(
+                prompt_id=prompt.id,
+                draw=prompt.draw,
+                sample=sample,
+                token_ids=tuple(response.token_ids),
+                logprobs=tuple(float(x) for x in response.logprobs),
+                finish_reason=response.finish_reason,  # type: ignore[arg-type]
+                seed_key=key,
+                revision=revision,
+                text=self._text(response, params),
+                spans=spans if len(spans) > 1 else (),
+            )
 
         try:
             return await retry(self.retry_policy, attempt)
         except RequestFailed as error:
             where = f" ({server.url})" if server else ""
-            return Completion.failed(sample.prompt, sample.number, sample.key, f"{error}{where}")
+            return Completion.failed(prompt, sample, key, f"{error}{where}")
 
-    def _accept(
-        self,
-        sample: _Sample,
-        params: SamplingParams,
-        response: CompletionResponse,
-        spans: tuple[RevisionSpan, ...],
-    ) -> Completion:
-        text, revision = response.text, spans[0].revision
-        assert revision is not None, spans
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(response.token_ids, skip_special_tokens=True)
-            cut = cut_at_stop(text, params.stop_strings)
-            text = text if cut is None else cut
-        return Completion(
-            prompt_id=sample.prompt.id,
-            draw=sample.prompt.draw,
-            sample=sample.number,
-            token_ids=tuple(response.token_ids),
-            logprobs=tuple(float(x) for x in response.logprobs),
-            finish_reason=response.finish_reason,  # type: ignore[arg-type]
-            seed_key=sample.key,
-            revision=revision,
-            text=text,
-            spans=spans if len(spans) > 1 else (),
-        )
+    def _text(self, response: CompletionResponse, params: SamplingParams) -> str:
+        if self.tokenizer is None:
+            return response.text
+        text: str = self.tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        cut = cut_at_stop(text, params.stop_strings)
+        return text if cut is None else cut
 
 
 async def exchange(http: Http, server: Server, request: CompletionRequest, seconds: float) -> CompletionResponse:
@@ -246,11 +230,25 @@ def parse_label(label: str) -> Revision:
     return Revision(int(step), digest) if step.isascii() and step.isdigit() and len(step) < 19 else Revision(-1, label)
 
 
-def clean_url(url: str) -> str:
-    """A server's address without the path of its API. Raises EngineError."""
-    if "@" in url:
-        raise EngineError("engine.urls: an address stands in the run's records, so it has no key; set TINYLLM_API_KEY")
-    cleaned = url.rstrip("/").removesuffix("/v1").rstrip("/")
-    if not cleaned.startswith(("http://", "https://")) or len(cleaned.partition("//")[2]) == 0:
-        raise EngineError(f"engine.urls: {url!r} is no address; write it as in http://127.0.0.1:8000")
-    return cleaned
+def read_urls(urls: Sequence[str]) -> tuple[list[str], str | None]:
+    """The servers' addresses without the path of their API, and the name of the model behind a #, where there is one.
+
+    Raises EngineError.
+    """
+    addresses, names = [], []
+    for url in urls:
+        address, _, name = url.partition("#")
+        if "@" in address:
+            raise EngineError(
+                "engine.urls: addresses stand in the run's records, so they hold no key; set TINYLLM_API_KEY"
+            )
+        address = address.rstrip("/").removesuffix("/v1").rstrip("/")
+        if not address.startswith(("http://", "https://")) or not address.partition("//")[2]:
+            raise EngineError(f"engine.urls: {url!r} is no address; write it as in http://127.0.0.1:8000")
+        addresses.append(address)
+        names += [name] if name and name not in names else []
+    if len(set(addresses)) != len(addresses) or not addresses:
+        raise EngineError(f"engine.urls = {', '.join(addresses) or 'nothing'}: give each server once")
+    if len(names) > 1:
+        raise EngineError(f"engine.urls name several models ({', '.join(names)}), and a run samples one; give one")
+    return addresses, names[0] if names else None

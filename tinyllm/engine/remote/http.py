@@ -136,7 +136,7 @@ class Http:
         return self._locks.setdefault(name, asyncio.Lock())
 
     def _client(self, url: str) -> httpx2.AsyncClient:
-        """One for TLS, whose certificates take time to load, and one without. Loopback never goes through a proxy."""
+        """The client for TLS, whose certificates take time to load, or the one without. Loopback bypasses proxies."""
         import httpx2
 
         tls = url.startswith("https:")
@@ -245,7 +245,7 @@ def run(work: Callable[[Http], Coroutine[Any, Any, T]]) -> T:
 
 
 def _said(response: httpx2.Response, key: str) -> str:
-    """The text of a response, without the key, which some repeat."""
+    """The text of a response, without the key, which some servers repeat."""
     return response.text.replace(key, "***") if key else response.text
 
 

@@ -25,18 +25,6 @@ _ATTEMPTS = 4
 """Of one request: enough for a server that restarts, and what ends it is the deadline."""
 
 
-def split_urls(urls: Sequence[str]) -> tuple[list[str], str | None]:
-    """The addresses, and the model's name that stands behind them (http://127.0.0.1:8000#NAME), where one does.
-
-    Raises EngineError for two names: a run samples one model.
-    """
-    parts = [url.partition("#") for url in urls]
-    names = list(dict.fromkeys(name for _, _, name in parts if name))
-    if len(names) > 1:
-        raise EngineError(f"engine.urls name several models ({', '.join(names)}); give one")
-    return [url for url, _, _ in parts], names[0] if names else None
-
-
 class ServedEngine:
     """Samples on servers, and publishes the policy's weights to them.
 
@@ -73,7 +61,7 @@ class ServedEngine:
         servers.adopt(self.ranks.on_main(publish))
 
     def facts(self) -> Mapping[str, Any]:
-        """What each server can give, as the manifest's "engine"."""
+        """The properties of each server, as the manifest's "engine"."""
         return {"engine": self.client.capabilities()}
 
     def close(self) -> None:
@@ -93,7 +81,7 @@ def make_served_engine(
     max_lag: int = 0,
     ranks: Ranks = SOLO,
 ) -> ServedEngine:
-    """The engine on the servers of a configuration. Raises EngineError for what the servers cannot give.
+    """The engine on the servers of a configuration. Raises EngineError for servers that cannot be trained on.
 
     prompts: all that will be sampled; the first is the canary. score: the trainer's log-probabilities at temperature 1.
     folder: where weights are put, seen by servers too (`weights_folder`). max_lag: of the pool; more than 0 lets an
@@ -103,7 +91,7 @@ def make_served_engine(
     try:
         retry_policy = RetryPolicy(_ATTEMPTS, config.deadline_s)
         client = HTTPRolloutClient(
-            *split_urls(config.urls),
+            config.urls,
             probe_prompt=prompts[0].token_ids,
             max_concurrent=config.max_concurrent,
             retry_policy=retry_policy,
