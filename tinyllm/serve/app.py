@@ -138,7 +138,7 @@ class Service:
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
-        handle = RequestHandle(prompts, params, asked.keys, asked.n, asked.stream, asked.top_logprobs)
+        handle = RequestHandle(asked, prompts, params)
         self.outstanding += handle.choices
         self.handles.add(handle)
         self.metrics.prompt_tokens.inc(sum(map(len, prompts)))

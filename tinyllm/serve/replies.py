@@ -44,17 +44,13 @@ def refusal(error: APIError) -> Response:
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body of a request. Raises APIError: too large (413), too slow (408)."""
-    too_large = APIError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limit:
-        raise too_large
     parts, size = [], 0
     try:
         async with asyncio.timeout(_BODY_S):
             async for part in request.stream():
                 size += len(part)
                 if size > limit:
-                    raise too_large
+                    raise APIError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
                 parts.append(part)
     except TimeoutError:
         raise APIError(f"the body did not arrive within {_BODY_S:g} s", status=408, code="timeout") from None

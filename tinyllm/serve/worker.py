@@ -25,6 +25,7 @@ from tinyllm.engine.scheduler import Sampled, SampleRequest, Scheduler
 from tinyllm.errors import EngineError
 from tinyllm.records import Revision, SamplingParams
 from tinyllm.serve.fields import APIError
+from tinyllm.serve.protocol import CompletionParams
 
 Top = list[tuple[int, float]]
 
@@ -57,13 +58,10 @@ Event = tuple[int, Drawn | Finished]
 class RequestHandle:
     """One request under way. Only the event loop changes its fields, but for `jobs`, which the engine thread sets."""
 
+    asked: CompletionParams
     prompts: Sequence[tuple[int, ...]]
     params: Sequence[SamplingParams]
     """One per prompt."""
-    keys: tuple[int, ...]
-    n: int
-    streaming: bool
-    top_logprobs: int
     arrived_at: float = field(default_factory=time.monotonic)
     events: deque[Event] = field(default_factory=deque)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -77,11 +75,11 @@ class RequestHandle:
     jobs: tuple[SampleRequest, ...] = ()
 
     def __post_init__(self) -> None:
-        self.open = set(range(len(self.keys)))
+        self.open = set(range(self.choices))
 
     @property
     def choices(self) -> int:
-        return len(self.keys)
+        return len(self.asked.keys)
 
     def fail(self, why: APIError) -> None:
         self.failed = why
@@ -93,17 +91,17 @@ class _Sink:
 
     def __init__(self, worker: EngineThread, handle: RequestHandle, first: int) -> None:
         self.worker, self.handle, self.first = worker, handle, first
-        self.top: list[list[Top]] = [[] for _ in range(handle.n)]
-        self.first_at = [0.0] * handle.n
-        self.left = handle.n
+        self.top: list[list[Top]] = [[] for _ in range(handle.asked.n)]
+        self.first_at = [0.0] * handle.asked.n
+        self.left = handle.asked.n
 
     def on_token(self, sample: int, token: int, logprob: float, top: Top) -> None:
         if not self.first_at[sample]:
             self.first_at[sample] = time.monotonic()
-        if self.handle.top_logprobs:
+        if self.handle.asked.top_logprobs:
             top = [(other, value) for other, value in top if value > -math.inf]  # top-k may leave fewer than asked for
             self.top[sample].append(top)
-        if self.handle.streaming:
+        if self.handle.asked.stream:
             self.worker.outbox.append((self.handle, (self.first + sample, Drawn(token, logprob, top))))
 
     def on_finish(self, sampled: Sampled) -> None:
@@ -268,13 +266,13 @@ class EngineThread:
             self._held.append(handle)
             self._count()
             return
-        jobs = []
+        asked, jobs = handle.asked, []
         for number, (ids, params) in enumerate(zip(handle.prompts, handle.params, strict=True)):
-            first = number * handle.n
+            first = number * asked.n
             sink = _Sink(self, handle, first)
-            keys = handle.keys[first : first + handle.n]
+            keys = asked.keys[first : first + asked.n]
             name = f"{id(handle)}/{number}"
-            jobs.append(SampleRequest(name, ids, params, keys, sink.on_finish, sink.on_token, handle.top_logprobs))
+            jobs.append(SampleRequest(name, ids, params, keys, sink.on_finish, sink.on_token, asked.top_logprobs))
         handle.jobs = tuple(jobs)
         self._handles[handle] = len(jobs)
         for job in jobs:
