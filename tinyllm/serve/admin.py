@@ -24,9 +24,9 @@ from tinyllm.errors import TinyLLMError
 from tinyllm.model.memory import in_brief_thread
 from tinyllm.records import Revision
 from tinyllm.serve import fields, weights
+from tinyllm.serve.asgi import json_response, read_body
 from tinyllm.serve.fields import APIError, checked, one_of, parse_object, text
 from tinyllm.serve.metrics import Metrics
-from tinyllm.serve.replies import read_body, reply
 from tinyllm.serve.worker import EngineThread
 
 ADMIN_PATHS = frozenset({"/is_paused", "/pause", "/resume", "/update_weights_from_disk"})
@@ -72,24 +72,24 @@ class AdminRoutes:
         ]
 
     async def weight_info(self, _: Request) -> Response:
-        return reply({**self._weights(), "paused": self.worker.paused})
+        return json_response({**self._weights(), "paused": self.worker.paused})
 
     def _weights(self) -> dict[str, Any]:
         revision = self.worker.revision
         return {"weight_version": self.label(revision), "weight_hash": revision.hash}
 
     async def is_paused(self, _: Request) -> Response:
-        return reply({"is_paused": self.worker.paused})
+        return json_response({"is_paused": self.worker.paused})
 
     async def pause(self, request: Request) -> Response:
         given = dict(request.query_params)
         got = fields.read(given, {"mode": one_of("keep", "wait")}, {"clear_cache": ("true", "false")})
         await self.worker.pause(got.get("mode", "keep"))
-        return reply({"status": "paused", "is_paused": True})
+        return json_response({"status": "paused", "is_paused": True})
 
     async def resume(self, _: Request) -> Response:
         await self.worker.resume()
-        return reply({"status": "resumed", "is_paused": False})
+        return json_response({"status": "resumed", "is_paused": False})
 
     async def update(self, request: Request) -> Response:
         body = parse_object(await read_body(request, _BODY_BYTES))
@@ -101,7 +101,7 @@ class AdminRoutes:
         async with self._one:
             # An update that has begun is finished, also when its caller hangs up
             await asyncio.shield(asyncio.ensure_future(self._update(got)))
-            return reply({"success": True, "message": "weights updated", **self._weights()})
+            return json_response({"success": True, "message": "weights updated", **self._weights()})
 
     async def _update(self, got: Mapping[str, Any]) -> None:
         try:

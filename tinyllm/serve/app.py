@@ -23,11 +23,11 @@ from tinyllm.records import Revision
 from tinyllm.serve import protocol
 from tinyllm.serve.access import Access
 from tinyllm.serve.admin import ADMIN_PATHS, AdminRoutes
-from tinyllm.serve.answers import AnswerWriter, TokenNames
+from tinyllm.serve.asgi import AuthMiddleware, StreamingResponse, error_response, json_response, read_body
 from tinyllm.serve.fields import APIError, parse_object
 from tinyllm.serve.metrics import CONTENT_TYPE, Metrics
 from tinyllm.serve.protocol import CompletionParams
-from tinyllm.serve.replies import AuthMiddleware, StreamingResponse, read_body, refusal, reply
+from tinyllm.serve.responses import ResponseWriter, TokenNames
 from tinyllm.serve.worker import EngineThread, Event, Finished, RequestHandle, dead
 
 LOGPROBS = "after temperature, top-k, top-p, min-p"
@@ -214,8 +214,8 @@ class Service:
             prompts = await asyncio.to_thread(self._render, asked)
         else:
             prompts = self._render(asked)
-        answer = AnswerWriter(asked, prompts, self.settings.model_name, self.names, self.admin.label)
-        return StreamingResponse(self, answer, prompts)
+        writer = ResponseWriter(asked, prompts, self.settings.model_name, self.names, self.admin.label)
+        return StreamingResponse(self, writer, prompts)
 
     def _render(self, asked: CompletionParams) -> list[tuple[int, ...]]:
         """Every prompt as token ids, rendered by the same function as in training. Raises APIError."""
@@ -251,25 +251,25 @@ class Service:
 
     async def list_models(self, _: Request) -> Response:
         """GET /v1/models"""
-        return reply({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card()]})
 
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/NAME"""
         self._require_model(request.path_params["name"])
-        return reply(self._card())
+        return json_response(self._card())
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200 when requests are taken, else 503 with the reason."""
         if self.worker.died is not None:
-            return reply({"status": "failed", "reason": self.worker.died}, 503)
+            return json_response({"status": "failed", "reason": self.worker.died}, 503)
         if self.draining:
-            return reply({"status": "draining", "reason": "the server is shutting down"}, 503)
-        return reply({"status": "ok", "paused": self.worker.paused})
+            return json_response({"status": "draining", "reason": "the server is shutting down"}, 503)
+        return json_response({"status": "ok", "paused": self.worker.paused})
 
     async def version(self, _: Request) -> Response:
         """GET /version: the version, model, dtype and limits, which a client asks for before it samples."""
         settings = self.settings
-        return reply(
+        return json_response(
             {
                 "server": "tinyllm",
                 "version": tinyllm.__version__,
@@ -298,15 +298,16 @@ class Service:
 
 
 async def _refused(_: Request, error: Any) -> Response:
-    return refusal(error)
+    return error_response(told)
 
 
 async def _no_route(request: Request, error: Any) -> Response:
     what = f"{request.method} {request.url.path}"[:200]
     reasons = {404: f"{what}: no such route", 405: f"{what}: this route takes another method"}
-    return refusal(APIError(reasons.get(error.status_code, str(error.detail)), status=error.status_code))
+    return error_response(APIError(reasons.get(error.status_code, str(error.detail)), status=error.status_code))
 
 
 async def _crashed(_: Request, error: Any) -> Response:
     kind = type(error).__name__
-    return refusal(APIError(f"the server made a mistake ({kind}); its log has more", status=500, kind="server_error"))
+    told = APIError(f"the server made a mistake ({kind}); its log has more", status=500, kind="server_error")
+    return error_response(told)

@@ -110,7 +110,6 @@ class HTTPRolloutClient:
     ) -> list[Completion]:
         """`sample` in an event loop that has other calls under way; slots bounds the requests of all of them."""
         self._calls += 1
-
         call = self._calls
 
         async def one(prompt: Prompt, sample: int) -> Completion:

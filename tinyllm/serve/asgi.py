@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinyllm.serve.access import Access
-from tinyllm.serve.answers import AnswerWriter, event
 from tinyllm.serve.fields import APIError, to_json
 from tinyllm.serve.metrics import Metrics
+from tinyllm.serve.responses import ResponseWriter, event
 from tinyllm.serve.worker import Drawn, Finished, RequestHandle
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ _JSON = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
-def reply(obj: Any, status: int = 200) -> Response:
+def json_response(obj: Any, status: int = 200) -> Response:
     return Response(to_json(obj), status, media_type="application/json")
 
 
-def refusal(error: APIError) -> Response:
+def error_response(error: APIError) -> Response:
     """An error in the form of OpenAI's API."""
     headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
     return Response(to_json(error.body), error.status, headers, media_type="application/json")
@@ -85,7 +85,7 @@ class AuthMiddleware:
             try:
                 self.access.check(headers.get(b"authorization", b""), admin=path in self.admin_paths, path=path)
             except APIError as error:
-                await refusal(error)(scope, receive, counted)
+                await error_response(error)(scope, receive, counted)
                 return
         await self.app(scope, receive, counted)
 
@@ -96,16 +96,16 @@ class StreamingResponse:
     A client that hangs up is noticed at once, whether it waits for the whole or for the next chunk.
     """
 
-    def __init__(self, service: Service, answer: AnswerWriter, prompts: Sequence[tuple[int, ...]]) -> None:
-        self.service, self.answer = service, answer
-        self.handle = service.admit(answer.asked, prompts)
+    def __init__(self, service: Service, writer: ResponseWriter, prompts: Sequence[tuple[int, ...]]) -> None:
+        self.service, self.writer = service, writer
+        self.handle = service.admit(writer.asked, prompts)
         self.done: dict[int, Finished] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handle = self.handle
         watch = asyncio.create_task(_watch(receive, handle))
         try:
-            if self.answer.asked.stream:
+            if self.writer.asked.stream:
                 await self._send_chunks(send)
             else:
                 await self._send_whole(send)
@@ -124,7 +124,7 @@ class StreamingResponse:
             return
         if self.handle.failed is not None:
             raise self.handle.failed
-        body = self.answer.whole(self.done)
+        body = self.writer.whole(self.done)
         await self._start(send, _JSON, (b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.body", "body": body})
 
@@ -133,7 +133,7 @@ class StreamingResponse:
         begun = False
         while not self._over():
             drawn = await self._events()
-            body = b"".join(self.answer.chunk(choice, d, self.done.get(choice)) for choice, d in drawn.items())
+            body = b"".join(self.writer.chunk(choice, d, self.done.get(choice)) for choice, d in drawn.items())
             if body and not self.handle.left:
                 if not begun:
                     await self._start(send, *_EVENTS)
@@ -144,7 +144,7 @@ class StreamingResponse:
         failure = self.handle.failed
         if failure is not None and not begun:
             raise failure
-        last = self.answer.last_chunks(self.done) if failure is None else event(failure.body)
+        last = self.writer.last_chunks(self.done) if failure is None else event(failure.body)
         await send({"type": "http.response.body", "body": last})
 
     def _over(self) -> bool:
@@ -167,7 +167,7 @@ class StreamingResponse:
         return drawn
 
     async def _start(self, send: Send, *fields: tuple[bytes, bytes]) -> None:
-        headers = [*fields, (b"x-request-id", self.answer.id.encode())]
+        headers = [*fields, (b"x-request-id", self.writer.id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 

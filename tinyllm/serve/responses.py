@@ -37,7 +37,7 @@ class TokenNames:
         return name
 
 
-class AnswerWriter:
+class ResponseWriter:
     """Writes the response to one request."""
 
     def __init__(
@@ -158,14 +158,14 @@ class AnswerWriter:
 class _ChoiceStream:
     """The chunks of one choice, and how much of its text was sent."""
 
-    def __init__(self, answer: AnswerWriter, index: int) -> None:
-        self.answer, self.index = answer, index
-        self.text = TextStream(answer.names.tokenizer, answer.asked.stop)
+    def __init__(self, writer: ResponseWriter, index: int) -> None:
+        self.writer, self.index = writer, index
+        self.text = TextStream(writer.names.tokenizer, writer.asked.stop)
         self.offset = 0
         self.begun = False
 
     def next(self, drawn: Sequence[Drawn], done: Finished | None) -> dict[str, Any] | None:
-        asked = self.answer.asked
+        asked = self.writer.asked
         if done is None:
             text = self.text.push([d.token for d in drawn])
             if not text and not asked.return_token_ids and not asked.logprobs:
@@ -180,8 +180,8 @@ class _ChoiceStream:
             choice["text"] = text
         choice["logprobs"] = None
         if asked.logprobs and drawn:
-            choice["logprobs"], self.offset = self.answer.logprobs(drawn, self.offset)
-        choice |= self.answer.rest(self.index, drawn, done, not self.begun)
+            choice["logprobs"], self.offset = self.writer.logprobs(drawn, self.offset)
+        choice |= self.writer.rest(self.index, drawn, done, not self.begun)
         self.begun = True
         return choice
 
