@@ -298,7 +298,7 @@ class Service:
 
 
 async def _refused(_: Request, error: Any) -> Response:
-    return error_response(told)
+    return error_response(error)
 
 
 async def _no_route(request: Request, error: Any) -> Response:
