@@ -14,7 +14,7 @@ QUICK = RetryPolicy(attempts=3, deadline_s=20.0, pause_s=0.002)
 
 def connect(*servers, retry_policy=QUICK, **options):
     urls = [s.url for s in servers]
-    client = HTTPRolloutClient.connect(urls, vocab_size=VOCABULARY, retry_policy=retry_policy, **options)
+    client = HTTPRolloutClient(urls, vocab_size=VOCABULARY, retry_policy=retry_policy, **options)
     for server in servers:
         server.sampled.clear()
     return client
@@ -30,5 +30,5 @@ def one(kind="tinyllm", script=None, params=PARAMS, count=1, retry_policy=QUICK,
         client = connect(server, retry_policy=retry_policy)
         server.script = script or server.script
         done = client.sample(prompts(count), params)
-        assert client.accounting.closed
+        assert [(c.prompt_id, c.sample) for c in done] == [(p.id, i) for p in prompts(count) for i in range(params.n)]
         return done, client, server

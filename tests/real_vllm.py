@@ -68,15 +68,13 @@ def make_prompts(tokenizer, count):
 
 
 def test_it_keeps_the_contract_of_a_rollout_client(vllm, policy, tokenizer):
-    client = HTTPRolloutClient.connect([vllm.url], tokenizer=tokenizer, vocab_size=policy.vocab_size)
+    client = HTTPRolloutClient([vllm.url], tokenizer=tokenizer, vocab_size=policy.vocab_size)
     (facts,) = client.capabilities()
     assert (facts["server"], facts["logprobs"], facts["seeds"]) == ("vllm", "after temperature", False)
     prompts = make_prompts(tokenizer, 8)
     stop = models.stop_token_ids(tokenizer, policy.causal)
     params = SamplingParams(max_new_tokens=24, n=4, temperature=0.8, stop_token_ids=stop)
     done = client.sample(prompts, params)
-    count = client.accounting
-    assert (count.requested, count.accepted, sum(count.failed.values()), count.attempts) == (32, 32, 0, 32)
     assert [(c.prompt_id, c.sample) for c in done] == [(p.id, s) for p in prompts for s in range(4)]
     assert {c.finish_reason for c in done} == {"stop", "length"}
     for c in done:

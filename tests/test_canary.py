@@ -25,7 +25,7 @@ class Trainer:
 
 def sampled(server, trainer, canary=None):
     """(canary, server as the client sees it, its answer)."""
-    known = HTTPRolloutClient.connect([server.url]).servers.all[0]
+    known = HTTPRolloutClient([server.url]).servers.all[0]
     canary = canary or Canary(PROMPT, trainer.score, TOLERANCE)
     return canary, known, run(lambda http: canary.sample(http, known, 10.0))
 
@@ -74,14 +74,14 @@ def test_one_wrong_token_is_enough():
     output = CanaryOutput(tuple(range(1, 17)), tuple(logprobs(PROMPT, range(1, 17), 0.0)))
     off = CanaryOutput(output.token_ids, (*output.logprobs[:-1], output.logprobs[-1] - 0.01))
     with scripted() as server:
-        known = HTTPRolloutClient.connect([server.url]).servers.all[0]
+        known = HTTPRolloutClient([server.url]).servers.all[0]
     with pytest.raises(InvalidResponse, match="by up to 0.01,"):
         Canary(PROMPT, Trainer().score, TOLERANCE).judge(known, off)
 
 
 def test_a_trainer_without_numbers_proves_nothing():
     with scripted() as server:
-        known = HTTPRolloutClient.connect([server.url]).servers.all[0]
+        known = HTTPRolloutClient([server.url]).servers.all[0]
     output = CanaryOutput((1, 2, 3), tuple(logprobs(PROMPT, (1, 2, 3), 0.0)))
     with pytest.raises(InvalidResponse, match="by up to nan"):
         Canary(PROMPT, lambda prompt, ids: (output.logprobs[0], float("nan"), output.logprobs[2]), TOLERANCE).judge(

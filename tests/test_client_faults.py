@@ -30,9 +30,8 @@ def test_a_late_answer_is_cut_off_and_never_a_second_rollout():
 
     params = SamplingParams(max_new_tokens=6, seed=3)
     done, client, server = one(script=script, params=params, retry_policy=RetryPolicy(3, 0.8, 0.01))
-    accounting = client.accounting
     assert len(done) == 1 and done[0].finish_reason == "length" and len(set(seen)) == 2
-    assert (accounting.requested, accounting.accepted, accounting.attempts, accounting.cut_off) == (1, 1, 2, 1)
+    assert len(seen) == 2
 
 
 def test_an_answer_with_another_id_is_refused():
@@ -43,14 +42,14 @@ def test_an_answer_with_another_id_is_refused():
         first.append(body["request_id"])
         return (lambda a: a.update(id=first[0])) if number == 2 else None
 
-    done, client, _ = one(script=script)
-    assert client.accounting.strangers == 1 and client.accounting.attempts == 3
-    assert [c.finish_reason for c in done] != ["error", "error"] and client.accounting.accepted == 2
+    done, _, server = one(script=script)
+    assert len(server.sampled) == 3 and all(c.finish_reason != "error" for c in done)
 
 
 def test_where_ids_are_not_echoed_the_exchange_is_the_match():
     done, client, _ = one("vllm", echo=False)
-    assert client.capabilities()[0]["echoes_id"] is False and client.accounting.accepted == 2
+    assert client.capabilities()[0]["echoes_id"] is False
+    assert all(c.finish_reason != "error" for c in done)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +60,8 @@ def test_attempts_are_as_many_as_configured_and_a_refusal_is_final(status, sent)
     done, client, server = one(
         script=lambda *_: Reply(status, {"error": "no"}), params=SamplingParams(max_new_tokens=6)
     )
-    assert len(server.sampled) == client.accounting.attempts == sent
+    assert len(server.sampled) == sent
     assert done[0].finish_reason == "error" and str(done[0].error).startswith(f"HTTP {status}")
-    assert client.accounting.failed == {f"HTTP {status}": 1}
     assert client.servers.live, "its /health says that it works"
 
 
@@ -71,7 +69,7 @@ def test_a_request_that_succeeds_later_succeeds():
     done, client, server = one(
         script=lambda n, *_: Reply(503) if n < 3 else None, params=SamplingParams(max_new_tokens=6)
     )
-    assert done[0].finish_reason == "length" and client.accounting.attempts == 3
+    assert done[0].finish_reason == "length" and len(server.sampled) == 3
 
 
 def test_retry_after_is_honoured_within_the_deadline():
@@ -129,9 +127,9 @@ def test_a_server_that_dies_is_quarantined_and_the_others_do_its_work(caplog):
 
         a.script = script
         done = client.sample(prompts(20), PARAMS)
-    assert all(c.finish_reason != "error" for c in done) and client.accounting.accepted == 40
+    assert all(c.finish_reason != "error" for c in done)
     assert [s.url for s in client.servers.live] == [b.url]
-    assert client.accounting.attempts <= 40 + 8, "only what was under way there goes again"
+    assert len(a.sampled) + len(b.sampled) <= 40 + 8, "only what was under way there goes again"
     assert f"{a.url} gets no more requests: it does not work any more" in caplog.text
 
 
@@ -141,7 +139,6 @@ def test_when_no_server_is_left_the_call_ends_with_each_reason():
     with pytest.raises(EngineError, match="no server is left") as caught:
         client.sample(prompts(4), PARAMS)
     assert a.url in str(caught.value) and b.url in str(caught.value)
-    assert client.accounting.closed and client.accounting.failed["the call was stopped"] == 8
 
 
 # The event loop of a portal
@@ -160,6 +157,6 @@ def test_a_portal_that_closes_cuts_off_its_requests_and_its_thread_ends():
         waiting = portal.begin(lambda http: client.sample_within(http, asyncio.Semaphore(4), prompts(1), PARAMS))
         assert begun.wait(60.0)
         portal.close()
-        assert waiting.cancelled() and client.accounting.failed == {"the call was stopped": 2}
+        assert waiting.cancelled()
         portal.close()
         assert not any(thread is portal._thread for thread in threading.enumerate())

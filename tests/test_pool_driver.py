@@ -13,7 +13,7 @@ import tiny
 from tinyllm.commands import cli
 from tinyllm.errors import ConfigError, DataError, EngineError, MissingExtra, ModelError
 from tinyllm.pool.driver import Driver
-from tinyllm.pool.judging import JudgeWorker, unjudged
+from tinyllm.pool.judging import JudgeWorker
 from tinyllm.pool.state import GroupRequest
 from tinyllm.pool.workers import ThreadWorker, WorkerDied, WorkerGroup
 from tinyllm.post import run as runs
@@ -59,7 +59,6 @@ class PlayedPool:
                 "engine", engines, lambda: Played(self.engines, engine), capacity, deadline_s, takes_weights=True
             ),
             WorkerGroup("verifier", verifiers, lambda: Played(self.verifiers, verifier), 1, deadline_s),
-            unjudged,
             self._failed,
             attempts=attempts,
         )
@@ -124,7 +123,7 @@ def engine(worker, method, arguments):
 
 
 def rewards_of(done):
-    return [r.reward for r in done.result.groups[0].rollouts]
+    return [r.reward for r in done.judged.groups[0].rollouts]
 
 
 def test_groups_go_through_and_weights_come_first(played):
@@ -202,7 +201,7 @@ def test_a_group_that_kills_its_workers_ends_with_the_reason_and_takes_no_other_
 
     done = played(play).run(4)
     assert [rewards_of(d) == [1.0, 1.0] for d in done] == [True, True, False, True]
-    rollouts = done[2].result.groups[0].rollouts
+    rollouts = done[2].judged.groups[0].rollouts
     assert {r.completion.error for r in rollouts} == {"its process ended (out of memory)"}
     assert {(r.completion.finish_reason, r.verdict.value) for r in rollouts} == {("error", None)}
     assert done[2].trace.faults == 3 and [r.completion.seed_key for r in rollouts] != [0, 0]
@@ -217,7 +216,7 @@ def test_a_group_that_nobody_can_verify_is_unscored_with_the_reason(played):
 
     done = played(engine, verifier, verifiers=2, attempts=2).run(3)
     assert [rewards_of(d) for d in (done[0], done[2])] == [[0.5, 0.5]] * 2
-    lost = done[1].result.groups[0].rollouts
+    lost = done[1].judged.groups[0].rollouts
     assert [r.verdict.reason for r in lost] == ["its process ended"] * 2 and all(r.completion.token_ids for r in lost)
     assert done[1].trace.faults == 2
 
@@ -254,7 +253,7 @@ def test_a_thread_judges_a_group():
         extras = {"who": [c.prompt_id for c in completions]}
         return Judged((Verdict(float(step)),) * len(completions), Logged(extras=extras))
 
-    worker = ThreadWorker(lambda: JudgeWorker(judge))
+    worker = ThreadWorker(JudgeWorker(judge))
     worker.call("start").result(WAIT_S)
     work = requests(1, step=4)[0]
     ((name, judged),) = worker.call("work", [(7, (work, sampled(work)))], 0.1).result(WAIT_S)

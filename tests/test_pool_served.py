@@ -13,7 +13,7 @@ from scripted import Reply, scripted
 from tinyllm.engine.remote.http import Portal, RetryPolicy
 from tinyllm.errors import EngineError
 from tinyllm.pool.driver import Driver
-from tinyllm.pool.judging import JudgeWorker, unjudged
+from tinyllm.pool.judging import JudgeWorker
 from tinyllm.pool.served_workers import ServedWorker
 from tinyllm.pool.state import GroupRequest
 from tinyllm.pool.workers import ThreadWorker, WorkerGroup
@@ -34,8 +34,7 @@ class ServedPool:
         judge = JudgeWorker(lambda prompts, completions, step: [Verdict(1.0)] * len(completions))
         self.driver = Driver(
             WorkerGroup("servers", 1, lambda: ServedWorker(client, portal), groups),
-            WorkerGroup("verifier", 1, lambda: ThreadWorker(lambda: judge), 1),
-            unjudged,
+            WorkerGroup("verifier", 1, lambda: ThreadWorker(judge), 1),
             lambda error: self._put(self.errors, error),
         )
         self.driver.publish(OLD)
@@ -54,8 +53,7 @@ class ServedPool:
         with self.came:
             assert self.came.wait_for(lambda: len(self.done) >= count or self.errors, WAIT_S)
         assert not self.errors, self.errors
-        assert self.client.accounting.closed
-        return {d.request.prompt.id: [r.completion for r in d.result.groups[0].rollouts] for d in self.done}
+        return {d.request.prompt.id: [r.completion for r in d.judged.groups[0].rollouts] for d in self.done}
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def test_a_killed_server_stops_the_run_and_a_resumed_one_begins_with_an_update(h
         process.wait(180)
     with served(here[1]) as (_, elsewhere):  # it holds the start weights again
         with pytest.raises(EngineError, match="no connection"):
-            runs.resume(here[0] / "served", reward=tiny.many_digits, engine={"attempts": 1})
+            runs.resume(here[0] / "served", reward=tiny.many_digits)
         with pytest.raises(RunError, match="come from tinyllm, and --engine.urls is this process"):
             runs.resume(here[0] / "served", reward=tiny.many_digits, engine={"urls": ()})
         resumed = runs.resume(here[0] / "served", reward=tiny.many_digits, engine={"urls": (elsewhere,)})

@@ -1,6 +1,6 @@
 """The thread that moves groups from prompt to verdict: a queue, the engines, a queue, the verifiers.
 
-    driver = Driver(engines, verifiers, without_verdict, on_error, attempts=3)
+    driver = Driver(engines, verifiers, on_error, attempts=3)
     driver.publish(revision, weights)
     driver.submit([GroupRequest(step, 0, prompt, params), ...], on_done)
     driver.close()
@@ -22,17 +22,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Generic
+from functools import partial
+from typing import Any
 
 from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import EngineError
+from tinyllm.pool.judging import unjudged
 from tinyllm.pool.state import (
     Call,
     GroupRequest,
     GroupResult,
     InFlight,
-    T,
     Trace,
     WorkerSlot,
     WorkerStage,
@@ -40,6 +42,7 @@ from tinyllm.pool.state import (
     slots_of,
 )
 from tinyllm.pool.workers import START_S, WorkerDied, WorkerGroup
+from tinyllm.post.source import JudgedGroups
 from tinyllm.records import Completion, Revision
 
 log = logging.getLogger("tinyllm")
@@ -48,23 +51,18 @@ BUDGET_S = 0.25
 """How long one call of `work` lasts, after which an engine returns finished groups and takes new weights and groups."""
 
 
-class Driver(Generic[T]):
-    """Engines and verifiers at work.
-
-    without_verdict(request, completions, reason) is the result of a group that could not be verified; on_done and
-    on_error are called in the driver's thread.
-    """
+class Driver:
+    """Engines and verifiers at work. on_done of `submit` and on_error are called in the driver's thread."""
 
     def __init__(
         self,
         engines: WorkerGroup,
         verifiers: WorkerGroup,
-        without_verdict: Callable[[GroupRequest, Sequence[Completion], str], T],
         on_error: Callable[[BaseException], None],
         *,
         attempts: int = 3,
     ) -> None:
-        self.without_verdict, self.on_error, self.attempts = without_verdict, on_error, attempts
+        self.on_error, self.attempts = on_error, attempts
         self.worker_groups = (engines, verifiers)
         self.revision: Revision | None = None
         self.weights: object = None
@@ -81,7 +79,7 @@ class Driver(Generic[T]):
 
     # -- from other threads -----------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[GroupRequest], on_done: Callable[[GroupResult[T]], None]) -> None:
+    def submit(self, requests: Sequence[GroupRequest], on_done: Callable[[GroupResult], None]) -> None:
         """Add groups to the queue; they are sampled in this order, and on_done is called with each result."""
         self._inbox.put(lambda: self._submit(requests, on_done))
 
@@ -107,21 +105,20 @@ class Driver(Generic[T]):
     def busy_seconds(self) -> dict[str, float]:
         """By kind of worker: how long its workers have had groups so far, summed."""
         now = time.monotonic()
-        seconds: dict[str, float] = {}
-        for slot in (slot for stage in self.stages for slot in stage.slots):
-            since = slot.busy_since
-            seconds[slot.workers.name] = (
-                seconds.get(slot.workers.name, 0.0) + slot.busy_s + (now - since if since else 0.0)
-            )
-        return seconds
+        return {
+            workers.name: sum(s.busy_until(now) for s in self._slots() if s.workers is workers)
+            for workers in self.worker_groups
+        }
+
+    def _slots(self) -> list[WorkerSlot]:
+        return [slot for stage in self.stages for slot in stage.slots]
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            for stage in self.stages:
-                for slot in stage.slots:
-                    self._start(slot)
+            for slot in self._slots():
+                self._start(slot)
             while not self._stop:
                 for stage in self.stages:
                     self._dispatch(stage)
@@ -131,22 +128,20 @@ class Driver(Generic[T]):
             if not self._stop:
                 self.on_error(error)
         finally:
-            for slot in (slot for stage in self.stages for slot in stage.slots):
+            for slot in self._slots():
                 if slot.worker is not None:
                     slot.worker.kill()
 
     def _process_inbox(self) -> None:
         """Wait for an action until the next deadline, then do all that are there."""
-        moments = [moment for stage in self.stages for slot in stage.slots if (moment := deadline(slot)) is not None]
+        moments = [moment for slot in self._slots() if (moment := deadline(slot)) is not None]
         pause = min(3600.0, max(0.01, min(moments) - time.monotonic())) if moments else None
-        try:
+        with suppress(queue.Empty):
             self._inbox.get(timeout=pause)()
             while True:
                 self._inbox.get_nowait()()
-        except queue.Empty:
-            pass
 
-    def _submit(self, requests: Sequence[GroupRequest], on_done: Callable[[GroupResult[T]], None]) -> None:
+    def _submit(self, requests: Sequence[GroupRequest], on_done: Callable[[GroupResult], None]) -> None:
         revision = -1 if self.revision is None else self.revision.step
         now = time.monotonic()
         groups = [InFlight(next(self._ids), request, on_done, Trace(revision), now) for request in requests]
@@ -208,7 +203,7 @@ class Driver(Generic[T]):
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        for slot in (slot for stage in self.stages for slot in stage.slots):
+        for slot in self._slots():
             moment = deadline(slot)
             if moment is None or moment > now:
                 continue
@@ -230,11 +225,7 @@ class Driver(Generic[T]):
             new = self._take(stage, slot)
             if slot.groups:
                 pairs = [(group.id, stage.payload(group)) for group in new]
-
-                def then(results: Any, stage: WorkerStage = stage, slot: WorkerSlot = slot) -> None:
-                    self._finished(stage, slot, results)
-
-                self._call(slot, "work", then, pairs, BUDGET_S)
+                self._call(slot, "work", partial(self._finished, stage, slot), pairs, BUDGET_S)
 
     def _publish(self, slot: WorkerSlot, revision: Revision) -> None:
         def published(_: Any) -> None:
@@ -297,10 +288,10 @@ class Driver(Generic[T]):
         self._not_verified(group, why)
 
     def _not_verified(self, group: InFlight, why: str) -> None:
-        self._verified(group, self.without_verdict(group.request, group.completions, why))
+        self._verified(group, unjudged(group.request, group.completions, why))
 
-    def _verified(self, group: InFlight, result: T) -> None:
+    def _verified(self, group: InFlight, judged: JudgedGroups) -> None:
         trace = group.trace
         whole = time.monotonic() - group.submitted
         queued = max(0.0, whole - trace.sampling_s - trace.verifying_s)
-        group.on_done(GroupResult(group.request, result, replace(trace, queued_s=queued)))
+        group.on_done(GroupResult(group.request, judged, replace(trace, queued_s=queued)))

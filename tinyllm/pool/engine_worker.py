@@ -10,12 +10,10 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tinyllm.config.sections import LoraConfig, ModelConfig
 from tinyllm.engine.build import make_scheduler
@@ -27,48 +25,41 @@ from tinyllm.model.memory import keep_freed_memory
 from tinyllm.pool.state import GroupRequest
 from tinyllm.records import Completion, Revision
 
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine is built from, in whatever process."""
-
-    model: ModelConfig
-    lora: LoraConfig
-    seed: int
-    threads: int
-    cache: CacheSize
+THREADS = 1
+"""CPU threads of an engine: several samplers of one thread are faster than one sampler of several threads."""
 
 
 class EngineWorker:
-    """See workers.py for `work`."""
+    """Samples on the CPU, from a copy of the model in its own process; see workers.py for `work`.
 
-    def __init__(self, spec: EngineSpec) -> None:
-        torch.set_num_threads(spec.threads)
-        name = spec.model.name
-        model: Any = models.load_model(name, spec.model.dtype, spec.model.device)
-        if model.device.type == "cpu":
-            keep_freed_memory()
+    seed: of the run, by which the adapters begin; cache: room for the samples that run together.
+    """
+
+    def __init__(self, config: ModelConfig, lora: LoraConfig, seed: int, cache: CacheSize) -> None:
+        torch.set_num_threads(THREADS)
+        keep_freed_memory()
+        model: Any = models.load_model(config.name, config.dtype, "cpu")
         self.start_hash = models.content_hash(model)
-        if spec.lora.rank:
-            model = models.add_lora(model, spec.lora.rank, spec.lora.alpha, spec.lora.targets, seed=spec.seed)
-        self.trained = dict(trained_parameters(model))
+        if lora.rank:
+            model = models.add_lora(model, lora.rank, lora.alpha, lora.targets, seed=seed)
+        self.trained = trained_parameters(model)
         self.policy = Policy(model)
         self.scheduler = make_scheduler(
             self.policy,
-            models.load_tokenizer(name),
-            max_batch=spec.cache.slots,
-            private_blocks=spec.cache.private_blocks,
-            shared_blocks=spec.cache.shared_blocks,
+            models.load_tokenizer(config.name),
+            max_batch=cache.slots,
+            private_blocks=cache.private_blocks,
+            shared_blocks=cache.shared_blocks,
         )
-        self.done: dict[int, dict[int, Completion]] = {}
-        """Finished completions by sample, of each group in flight."""
-        self.sizes: dict[int, int] = {}
+        self.groups: dict[int, tuple[int, list[Completion]]] = {}
+        """How many completions each group in flight is to have, and those that are finished."""
 
     def publish(self, revision: Revision, arrays: Mapping[str, np.ndarray]) -> None:
         """Load these weights. Raises EngineError when their hash is not that of the revision."""
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # arrays in shared memory cannot be written to, and are only read here
             for name, parameter in self.trained.items():
-                parameter.copy_(from_array(arrays[name], parameter.dtype))
+                parameter.copy_(torch.from_numpy(arrays[name]).view(parameter.dtype).view_as(parameter))
         held = models.weights_hash(self.policy.model, self.start_hash)
         if held != revision.hash:
             raise EngineError(
@@ -81,44 +72,24 @@ class EngineWorker:
         """Accept groups, and sample until one is finished or the time is over."""
         end = time.monotonic() + budget_s
         for name, request in new:
-            done: dict[int, Completion] = {}
-            self.done[name], self.sizes[name] = done, request.params.n
-
-            def finish(completion: Completion, done: dict[int, Completion] = done) -> None:
-                done[completion.sample] = completion
-
+            done: list[Completion] = []
+            self.groups[name] = (request.params.n, done)
             self.scheduler.submit(
-                sample_request(str(name), request.prompt, request.params, range(request.params.n), finish)
+                sample_request(str(name), request.prompt, request.params, range(request.params.n), done.append)
             )
         while True:
             busy = self.scheduler.step()
-            finished = [name for name, done in self.done.items() if len(done) == self.sizes[name]]
+            finished = [name for name, (count, done) in self.groups.items() if len(done) == count]
             if finished or not busy or time.monotonic() >= end:
                 break
-        return [(name, self._take(name)) for name in finished]
-
-    def _take(self, name: int) -> list[Completion]:
-        done = self.done.pop(name)
-        return [done[sample] for sample in range(self.sizes.pop(name))]
+        return [(name, sorted(self.groups.pop(name)[1], key=lambda c: c.sample)) for name in finished]
 
 
-def trained_parameters(model: Any) -> list[tuple[str, Tensor]]:
+def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """The parameters of a model that training changes, by name."""
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def to_arrays(parameters: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Tensors as arrays that Ray shares between processes; bf16, which numpy lacks, as its 16 bits."""
-    return {name: _plain(p.detach().cpu().contiguous()).numpy() for name, p in parameters.items()}
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-
-
-def from_array(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """The tensor again, reading the array's memory."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the memory is shared, so it cannot be written to, and is not
-        tensor = torch.from_numpy(array)
-    return tensor.view(dtype) if dtype == torch.bfloat16 else tensor
+def to_arrays(parameters: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """The bytes of tensors as arrays, which Ray shares between processes; numpy has no bf16."""
+    return {name: p.detach().cpu().reshape(-1).view(torch.uint8).numpy() for name, p in parameters.items()}

@@ -1,4 +1,4 @@
-"""What a verifier of the pool does: sampled completions in, a judged group out; in a process or a thread."""
+"""Verifiers of the pool, each in a process or a thread: sampled completions in, a judged group out."""
 
 from __future__ import annotations
 

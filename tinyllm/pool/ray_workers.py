@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from tinyllm.errors import ConfigError, EngineError, require_extra
+from tinyllm.errors import ConfigError, EngineError
 from tinyllm.pool.workers import WorkerDied
 
 log = logging.getLogger("tinyllm")
@@ -36,16 +36,10 @@ _LOCAL = {
 """On one machine a slow process is not a dead one, and an engine has the trainer's priority (Ray's own nice: 15)."""
 
 
-def require_ray() -> None:
-    """Raises MissingExtra, with the remedy, where Ray is not installed."""
-    require_extra("cluster", "a pool of engines or verifiers")
-
-
 class RayCluster:
     """Ray for one run: a running cluster, or one of our own on this machine, which ends with the run."""
 
     def __init__(self, address: str | None, workers: int, weights_bytes: int) -> None:
-        require_ray()
         import ray
 
         self.own = not ray.is_initialized()

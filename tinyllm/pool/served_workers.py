@@ -1,8 +1,8 @@
-"""Servers as the engines of a pool: one worker for all of them, whose groups are requested as they come.
+"""Servers as the engines of a pool: one worker stands for all of them and requests each group as it is submitted.
 
-Deadlines, retries and which server is asked are the client's own (engine/remote/client.py), so the driver sets no
-deadline here. An update goes through the same event loop while requests are under way; a server says which weights
-drew which tokens.
+The client (engine/remote/client.py) chooses servers, retries and keeps deadlines, so the driver sets no deadline here.
+An update goes through the same event loop while requests are under way; each response names the weights that drew its
+tokens.
 """
 
 from __future__ import annotations

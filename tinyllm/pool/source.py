@@ -1,9 +1,9 @@
 """Groups from a pool of engines and verifiers, sampled ahead of the training by a bounded lag.
 
-Batches are decided before they are sampled: step t trains the prompts that a run without a pool would train, whoever
-finishes first. Asynchrony changes only when they are sampled. Step t is let in as soon as the weights of revision
-t - 1 - max_lag are published, so no token is older than that when it is trained, and nothing is sampled to be thrown
-away. With max_lag 0 a step is let in when the one before is trained: the run without a pool, bit for bit.
+The composition of batches is fixed before sampling: step t trains the prompts that a run without a pool would train,
+whichever groups finish first. Asynchrony changes only when they are sampled. Step t is admitted once the weights of
+revision t - 1 - max_lag are published, so no token is older than that when it is trained, and no completion is
+discarded. With max_lag 0 a step is admitted when the one before is trained: the run without a pool, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tinyllm.engine.remote.served import ServedEngine
 from tinyllm.errors import ConfigError
 from tinyllm.health.ledger import ledger_line
 from tinyllm.pool.driver import Driver
-from tinyllm.pool.engine_worker import EngineSpec, EngineWorker, to_arrays, trained_parameters
-from tinyllm.pool.judging import JudgeWorker, build_judge_worker, unjudged
+from tinyllm.pool.engine_worker import EngineWorker, to_arrays, trained_parameters
+from tinyllm.pool.judging import JudgeWorker, build_judge_worker
 from tinyllm.pool.ray_workers import RayCluster
 from tinyllm.pool.served_workers import served_group
 from tinyllm.pool.state import GroupRequest, GroupResult
@@ -36,8 +36,6 @@ from tinyllm.tasks import TaskData
 
 GROUP_ATTEMPTS = 3
 """How often a group is tried when its worker dies or hangs: one that has ended three workers ends the next too."""
-ENGINE_THREADS = 1
-"""CPU threads of an engine: several samplers of one thread are faster than one sampler of several threads."""
 _LOOK_S = 0.5
 """How often the display is told what the workers do."""
 
@@ -48,7 +46,7 @@ def is_pooled(config: GRPOConfig) -> bool:
 
 
 def doing(groups: str, states: Mapping[str, Sequence[str]]) -> str:
-    """What a pool does: the phase, and below it a line on the groups and one on each kind of worker."""
+    """The state of a pool for the display: the phase, a line on the groups, and one on each kind of worker."""
     lines = ["sampling", f"{'groups':10} {groups}"]
     for kind, each in states.items():
         told = [f"{number}: {state}" for number, state in enumerate(each, 1)] if len(each) > 1 else each
@@ -74,18 +72,13 @@ class Pool:
         self.changed = threading.Condition()
         self.error: BaseException | None = None
         settings = config.pool
-        parameters = dict(trained_parameters(engine.policy.model))
         try:
             if settings.engines or settings.verifiers:
-                size = sum(p.numel() * p.element_size() for p in parameters.values()) if settings.engines else 0
+                trained = trained_parameters(engine.policy.model).values() if settings.engines else ()
+                size = sum(p.numel() * p.element_size() for p in trained)
                 self.cluster = RayCluster(settings.ray_address, settings.engines + settings.verifiers, size)
-            self.driver = Driver(
-                self._engines(prompts, params),
-                self._verifiers(judge, reward, data),
-                unjudged,
-                self._failed,
-                attempts=GROUP_ATTEMPTS,
-            )
+            engines, verifiers = self._engines(prompts, params), self._verifiers(judge, reward, data)
+            self.driver = Driver(engines, verifiers, self._failed, attempts=GROUP_ATTEMPTS)
         except BaseException:
             if self.cluster is not None:
                 self.cluster.close()
@@ -103,17 +96,16 @@ class Pool:
             )
         assert self.cluster is not None
         size = self.engine.cache_size(prompts, params)
-        model = replace(config.model, device="cpu")
-        spec = EngineSpec(model, config.lora, config.seed, ENGINE_THREADS, size)
-        make = partial(self.cluster.worker, partial(EngineWorker, spec))
+        build = partial(EngineWorker, config.model, config.lora, config.seed, size)
+        make = partial(self.cluster.worker, build)
         capacity = -(-size.slots // params.n)
         deadline_s = config.engine.deadline_s
         return WorkerGroup("engine", settings.engines, make, capacity, deadline_s, takes_weights=True)
 
     def _verifiers(self, judge: Judge, reward: RewardConfig, data: TaskData) -> WorkerGroup:
         settings = self.config.pool
-        if not settings.verifiers:  # what runs here cannot be ended, as without a pool
-            return WorkerGroup("verifier", 1, lambda: ThreadWorker(lambda: JudgeWorker(judge)), capacity=1)
+        if not settings.verifiers:  # a thread cannot be ended, as without a pool
+            return WorkerGroup("verifier", 1, lambda: ThreadWorker(JudgeWorker(judge)), capacity=1)
         assert self.cluster is not None
         build = partial(build_judge_worker, reward, replace(data, train=data.train[:1], held_out=()))
         self.cluster.require_portable(
@@ -127,7 +119,7 @@ class Pool:
         weights = None
         if isinstance(self.engine, EmbeddedEngine):
             assert self.cluster is not None
-            weights = self.cluster.put(to_arrays(dict(trained_parameters(self.engine.policy.model))))
+            weights = self.cluster.put(to_arrays(trained_parameters(self.engine.policy.model)))
         self.driver.publish(revision, weights)
 
     def _failed(self, error: BaseException) -> None:
@@ -136,7 +128,7 @@ class Pool:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """No process is left."""
+        """End all workers."""
         self.driver.close()
         if self.cluster is not None:
             self.cluster.close()
@@ -181,19 +173,19 @@ class PoolSource:
         self._steps: dict[int, _StepInFlight] = {}
         self._lines: list[dict[str, Any]] = []
         self._busy, self._clock = pool.driver.busy_seconds(), time.monotonic()
-        self._let_in(revision)
+        self._admit(revision)
 
     def publish(self, revision: Revision) -> None:
         self.pool.engine.publish(revision)
-        self._let_in(revision)
+        self._admit(revision)
 
     def __iter__(self) -> Iterator[Step]:
         for number in range(self.first_step, self.train.steps + 1):
             yield self._wait(number)
 
-    # -- letting groups in ------------------------------------------------------------------------------------------
+    # -- admitting steps --------------------------------------------------------------------------------------------
 
-    def _let_in(self, revision: Revision) -> None:
+    def _admit(self, revision: Revision) -> None:
         self.pool.publish(revision)
         last = min(self.train.steps, revision.step + 1 + self.max_lag)
         with self.pool.changed:
@@ -203,7 +195,7 @@ class PoolSource:
                 self._draw(self._admitted, self.train.prompts_per_step)
 
     def _draw(self, number: int, count: int) -> None:
-        """Further prompts for a step."""
+        """Submit further prompts of a step to the pool."""
         step = self._steps[number]
         first = len(step.prompts)
         step.prompts += self.order.take(count, step.draws)
@@ -212,13 +204,12 @@ class PoolSource:
             [GroupRequest(number, i, step.prompts[i], params) for i in range(first, len(step.prompts))], self._done
         )
 
-    def _done(self, done: GroupResult[JudgedGroups]) -> None:
+    def _done(self, done: GroupResult) -> None:
         """A group has come back (in the driver's thread)."""
-        judged = done.result
-        (group,) = judged.groups
+        (group,) = done.judged.groups
         with self.pool.changed:
             step = self._steps[done.request.step]
-            step.judged[done.request.number] = judged
+            step.judged[done.request.number] = done.judged
             self._lines.append(ledger_line(done.request.step, group, vars(done.trace)))
             if len(step.judged) == len(step.prompts):
                 self._settle(done.request.step, step)
@@ -233,7 +224,7 @@ class PoolSource:
         else:
             step.complete = True
 
-    # -- handing steps on -------------------------------------------------------------------------------------------
+    # -- yielding steps ---------------------------------------------------------------------------------------------
 
     def _wait(self, number: int) -> Step:
         begin = time.monotonic()

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from tinyllm.pool.workers import START_S, Worker, WorkerGroup
+from tinyllm.post.source import JudgedGroups
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
-
-T = TypeVar("T")
-"""What the verifiers' work returns for a group."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +18,14 @@ class GroupRequest:
 
     step: int
     number: int
-    """Its place in the step."""
+    """Position of the group in its step."""
     prompt: Prompt
     params: SamplingParams
 
 
 @dataclass(frozen=True)
 class Trace:
-    """How a group went through the pool; what the ledger keeps of it."""
+    """Times, workers and faults of a group on its way through the pool, for the ledger."""
 
     revision: int
     """Step of the newest weights when the group was submitted."""
@@ -42,12 +40,11 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class GroupResult(Generic[T]):
+class GroupResult:
     """A group that has left the pool."""
 
     request: GroupRequest
-    result: T
-    """What the verifiers' work returned, or the driver's without_verdict."""
+    judged: JudgedGroups
     trace: Trace
 
 
@@ -57,7 +54,7 @@ class InFlight:
 
     id: int
     request: GroupRequest
-    on_done: Callable[[GroupResult[Any]], None]
+    on_done: Callable[[GroupResult], None]
     trace: Trace
     submitted: float
     """All times are of time.monotonic()."""
@@ -94,9 +91,11 @@ class WorkerSlot:
 
     def note_busy(self, now: float) -> None:
         """Add the busy time up to now, and begin a new busy span where the slot has groups."""
-        if self.busy_since is not None:
-            self.busy_s += now - self.busy_since
-        self.busy_since = now if self.groups else None
+        self.busy_s, self.busy_since = self.busy_until(now), now if self.groups else None
+
+    def busy_until(self, now: float) -> float:
+        """Seconds in which the slot has had groups."""
+        return self.busy_s + (0.0 if self.busy_since is None else now - self.busy_since)
 
     def state(self) -> str:
         if not self.ready:

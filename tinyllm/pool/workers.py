@@ -1,4 +1,4 @@
-"""What the driver knows of a worker: calls whose results are futures, and a kill.
+"""Workers as the driver sees them: calls that return futures, and `kill`.
 
 A worker is a process on Ray (ray_workers.py), the servers (served_workers.py) or a thread of the trainer (here). Each
 has one method that does its work, `work(new, budget_s)`: it accepts new (id, payload) pairs, works until a group is
@@ -52,20 +52,15 @@ class WorkerGroup:
 class ThreadWorker:
     """A worker in a thread of this process. A thread cannot be killed: its call runs on, and nobody waits for it."""
 
-    def __init__(self, build: Callable[[], Any]) -> None:
-        self._build = build
-        self._object: Any = None
+    def __init__(self, target: Any) -> None:
+        self._target = target
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         outcome: Future[Any] = Future()
 
         def run() -> None:
             try:
-                if method == "start":
-                    self._object = self._build()
-                    outcome.set_result(None)
-                else:
-                    outcome.set_result(getattr(self._object, method)(*arguments))
+                outcome.set_result(None if method == "start" else getattr(self._target, method)(*arguments))
             except BaseException as error:  # noqa: BLE001 - the driver's to judge
                 outcome.set_exception(error)
 

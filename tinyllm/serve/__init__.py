@@ -1,6 +1,6 @@
-"""The embedded engine over HTTP, spoken as OpenAI's API: `tinyllm serve MODEL`.
+"""The embedded engine over HTTP, in the form of OpenAI's API: `tinyllm serve MODEL`.
 
-fields.py reads a JSON body with every mistake named, protocol.py makes requests of it, worker.py is the thread that the
-engine runs in, answers.py and text.py what goes back, weights.py new weights in place, metrics.py what is counted,
-access.py who may ask, app.py the routes, server.py start and end, command.py the command line.
+fields.py reads JSON bodies, protocol.py makes checked requests of them, app.py has the routes, admin.py those that
+change weights, asgi.py the middleware and the streaming response, worker.py the engine's thread, responses.py and
+text.py write what clients get, weights.py loads new weights in place, server.py runs it all on a socket.
 """

@@ -1,4 +1,4 @@
-"""Who may ask: an API key for the ordinary routes, an admin key for those that change weights."""
+"""Access control: an API key for the ordinary routes, an admin key for those that change weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Access:
 
 
 def key_of(option: str, given: str | None, variable: str) -> str | None:
-    """A key from the command line, else from the environment. Raises ConfigError for one that no header can carry."""
+    """A key from the command line, else from the environment. Raises ConfigError for a key that no header can carry."""
     where = option if given is not None else variable
     key = given if given is not None else os.environ.get(variable) or None
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):

@@ -2,7 +2,7 @@
 
 GET  /weight_info                {"weight_version", "weight_hash", "paused"}; for every client
 GET  /is_paused                  {"is_paused"}
-POST /pause?mode=keep|wait       no step any more: at once, or when all that runs is finished
+POST /pause?mode=keep|wait       stop decoding: at once, or when all running requests are finished
 POST /resume
 POST /update_weights_from_disk   {"model_path", "weight_version"}
 """
@@ -24,16 +24,16 @@ from tinyllm.errors import TinyLLMError
 from tinyllm.model.memory import in_brief_thread
 from tinyllm.records import Revision
 from tinyllm.serve import fields, weights
-from tinyllm.serve.fields import APIError, one_of, parse_object
+from tinyllm.serve.asgi import json_response, read_body
+from tinyllm.serve.fields import APIError, checked, one_of, parse_object, text
 from tinyllm.serve.metrics import Metrics
-from tinyllm.serve.replies import read_body, reply
 from tinyllm.serve.worker import EngineThread
 
 ADMIN_PATHS = frozenset({"/is_paused", "/pause", "/resume", "/update_weights_from_disk"})
 """What needs the admin key."""
 _BODY_BYTES = 1 << 16
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # SGLang's, with the values that are what happens here.
+    # SGLang's fields, with the values that this server follows in any case
     "load_format": ("auto", "safetensors"),
     "abort_all_requests": (False,),
     "is_async": (False,),
@@ -44,22 +44,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _label(name: str, value: Any) -> str:
-    value = fields.text(name, value)
-    if not 0 < len(value) <= 200 or not value.isprintable():
-        raise fields.wrong(name, value, "1 to 200 printable characters")
-    return value
-
-
-def _path(name: str, value: Any) -> str:
-    value = fields.text(name, value)
-    if not value or "\0" in value:
-        raise fields.wrong(name, value, "a folder on the server's disk")
-    return value
+_label = checked(text, lambda s: 0 < len(s) <= 200 and s.isprintable(), "1 to 200 printable characters")
+_path = checked(text, lambda s: s and "\0" not in s, "a folder on the server's disk")
 
 
 class AdminRoutes:
-    """Which weights run, under which name, and their changes; one at a time."""
+    """Routes that report and change the weights; one update at a time."""
 
     def __init__(self, policy: Policy, worker: EngineThread, metrics: Metrics) -> None:
         self.policy, self.worker, self.metrics = policy, worker, metrics
@@ -69,7 +59,7 @@ class AdminRoutes:
         metrics.revision(self.label(worker.revision), worker.revision.hash)
 
     def label(self, revision: Revision) -> str:
-        """The name a revision goes by: the one its update gave, else step:hash."""
+        """The name of a revision: the label of its update, else step:hash."""
         return self._labels.get(revision, str(revision))
 
     def routes(self) -> list[Route]:
@@ -82,24 +72,24 @@ class AdminRoutes:
         ]
 
     async def weight_info(self, _: Request) -> Response:
-        return reply({**self._weights(), "paused": self.worker.paused})
+        return json_response({**self._weights(), "paused": self.worker.paused})
 
     def _weights(self) -> dict[str, Any]:
         revision = self.worker.revision
         return {"weight_version": self.label(revision), "weight_hash": revision.hash}
 
     async def is_paused(self, _: Request) -> Response:
-        return reply({"is_paused": self.worker.paused})
+        return json_response({"is_paused": self.worker.paused})
 
     async def pause(self, request: Request) -> Response:
         given = dict(request.query_params)
         got = fields.read(given, {"mode": one_of("keep", "wait")}, {"clear_cache": ("true", "false")})
         await self.worker.pause(got.get("mode", "keep"))
-        return reply({"status": "paused", "is_paused": True})
+        return json_response({"status": "paused", "is_paused": True})
 
     async def resume(self, _: Request) -> Response:
         await self.worker.resume()
-        return reply({"status": "resumed", "is_paused": False})
+        return json_response({"status": "resumed", "is_paused": False})
 
     async def update(self, request: Request) -> Response:
         body = parse_object(await read_body(request, _BODY_BYTES))
@@ -109,9 +99,9 @@ class AdminRoutes:
                 "model_path is missing: a folder with *.safetensors on the server's disk", param="model_path"
             )
         async with self._one:
-            # Once begun it ends, whether its caller waits or not.
+            # An update that has begun is finished, also when its caller hangs up
             await asyncio.shield(asyncio.ensure_future(self._update(got)))
-            return reply({"success": True, "message": "weights updated", **self._weights()})
+            return json_response({"success": True, "message": "weights updated", **self._weights()})
 
     async def _update(self, got: Mapping[str, Any]) -> None:
         try:
@@ -122,7 +112,7 @@ class AdminRoutes:
             raise APIError(str(error), param="model_path", code="weights_refused") from None
         label = got.get("weight_version")
 
-        def write() -> None:  # between two steps, so what runs needs no pause of its own
+        def write() -> None:  # between two decoding steps, so that no pause is needed
             content = weights.write_update(self.policy, new)
             revision, name = weights.revision_of(label, content, self.worker.revision)
             self._labels[revision] = name

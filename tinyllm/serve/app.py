@@ -1,4 +1,4 @@
-"""The routes: what is asked is checked, admitted to the engine, waited for, and answered."""
+"""The HTTP routes: a request is checked, admitted to the engine, and answered as its completions are sampled."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tinyllm.records import Revision
 from tinyllm.serve import protocol
 from tinyllm.serve.access import Access
 from tinyllm.serve.admin import ADMIN_PATHS, AdminRoutes
-from tinyllm.serve.answers import AnswerWriter, TokenNames
+from tinyllm.serve.asgi import AuthMiddleware, StreamingResponse, error_response, json_response, read_body
 from tinyllm.serve.fields import APIError, parse_object
 from tinyllm.serve.metrics import CONTENT_TYPE, Metrics
 from tinyllm.serve.protocol import CompletionParams
-from tinyllm.serve.replies import AuthMiddleware, StreamingResponse, read_body, refusal, reply
+from tinyllm.serve.responses import ResponseWriter, TokenNames
 from tinyllm.serve.worker import EngineThread, Event, Finished, RequestHandle, dead
 
 LOGPROBS = "after temperature, top-k, top-p, min-p"
-"""The distribution that log-probabilities are of: the one a token was drawn from (greedy: that of temperature 1)."""
+"""The distribution of log-probabilities: the one that a token was drawn from; of greedy decoding, temperature 1's."""
 _LONG_TEXT = 20_000
-"""Characters from which on a prompt is tokenized beside the event loop."""
+"""Characters of prompts above which a thread tokenizes them, so that the event loop stays free."""
 RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server is started with."""
+    """Name, limits and keys of one server."""
 
     model_name: str
     max_length: int
@@ -99,7 +99,7 @@ class Service:
         self.worker.start()
 
     async def drain(self) -> int:
-        """Takes no more requests and waits for those under way, at most drain_s; returns how many were cut off."""
+        """Accept no more requests and wait up to drain_s for those under way; returns how many were cut off."""
         self.draining = True
         try:
             async with asyncio.timeout(self.settings.drain_s):
@@ -121,7 +121,7 @@ class Service:
     # -- between the engine and requests --------------------------------------------------------------------------
 
     def admit(self, asked: CompletionParams, prompts: Sequence[tuple[int, ...]]) -> RequestHandle:
-        """A place for every choice. Raises APIError: too long (400), queue full (429), not serving (503)."""
+        """Queue the choices of a request. Raises APIError: too long (400), queue full (429), not serving (503)."""
         if self.draining:
             raise APIError(
                 "the server is shutting down", status=503, kind="server_error", code="shutting_down", retry_after_s=5
@@ -138,7 +138,7 @@ class Service:
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
-        handle = RequestHandle(prompts, params, asked.keys, asked.n, asked.stream, asked.top_logprobs)
+        handle = RequestHandle(asked, prompts, params)
         self.outstanding += handle.choices
         self.handles.add(handle)
         self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
@@ -161,7 +161,7 @@ class Service:
         return length
 
     def release(self, handle: RequestHandle) -> None:
-        """Nobody waits for the rest of a request any more: its slots are free."""
+        """Free the slots of a request that nobody waits for any more."""
         handle.closed = True
         self.handles.discard(handle)
         if handle.open:
@@ -188,7 +188,7 @@ class Service:
             self.metrics.token_s.observe((done.last_at - done.first_at) / (count - 1))
 
     def _failed(self, handles: list[RequestHandle] | None, why: str) -> None:
-        """The engine could not go on with some requests; with all of them (None) when it died."""
+        """Fail the requests that the engine could not finish: all of them (None) when the engine died."""
         for handle in list(self.handles) if handles is None else handles:
             self.metrics.failed.inc()
             handle.fail(APIError(f"the engine failed: {why}", status=500, kind="server_error", code="engine_error"))
@@ -214,11 +214,11 @@ class Service:
             prompts = await asyncio.to_thread(self._render, asked)
         else:
             prompts = self._render(asked)
-        answer = AnswerWriter(asked, prompts, self.settings.model_name, self.names, self.admin.label)
-        return StreamingResponse(self, answer, prompts)
+        writer = ResponseWriter(asked, prompts, self.settings.model_name, self.names, self.admin.label)
+        return StreamingResponse(self, writer, prompts)
 
     def _render(self, asked: CompletionParams) -> list[tuple[int, ...]]:
-        """Every prompt as token ids, by the one function that training uses too. Raises APIError."""
+        """Every prompt as token ids, rendered by the same function as in training. Raises APIError."""
         rendered: list[tuple[int, ...]] = []
         for prompt in asked.prompts:
             if isinstance(prompt, str) or asked.chat:
@@ -251,25 +251,25 @@ class Service:
 
     async def list_models(self, _: Request) -> Response:
         """GET /v1/models"""
-        return reply({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card()]})
 
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/NAME"""
         self._require_model(request.path_params["name"])
-        return reply(self._card())
+        return json_response(self._card())
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200 when requests are taken, else 503 with the reason."""
         if self.worker.died is not None:
-            return reply({"status": "failed", "reason": self.worker.died}, 503)
+            return json_response({"status": "failed", "reason": self.worker.died}, 503)
         if self.draining:
-            return reply({"status": "draining", "reason": "the server is shutting down"}, 503)
-        return reply({"status": "ok", "paused": self.worker.paused})
+            return json_response({"status": "draining", "reason": "the server is shutting down"}, 503)
+        return json_response({"status": "ok", "paused": self.worker.paused})
 
     async def version(self, _: Request) -> Response:
-        """GET /version: what this server is and can, for a client to ask before it samples."""
+        """GET /version: the version, model, dtype and limits, which a client asks for before it samples."""
         settings = self.settings
-        return reply(
+        return json_response(
             {
                 "server": "tinyllm",
                 "version": tinyllm.__version__,
@@ -298,15 +298,16 @@ class Service:
 
 
 async def _refused(_: Request, error: Any) -> Response:
-    return refusal(error)
+    return error_response(error)
 
 
 async def _no_route(request: Request, error: Any) -> Response:
     what = f"{request.method} {request.url.path}"[:200]
     reasons = {404: f"{what}: no such route", 405: f"{what}: this route takes another method"}
-    return refusal(APIError(reasons.get(error.status_code, str(error.detail)), status=error.status_code))
+    return error_response(APIError(reasons.get(error.status_code, str(error.detail)), status=error.status_code))
 
 
 async def _crashed(_: Request, error: Any) -> Response:
     kind = type(error).__name__
-    return refusal(APIError(f"the server made a mistake ({kind}); its log has more", status=500, kind="server_error"))
+    told = APIError(f"the server made a mistake ({kind}); its log has more", status=500, kind="server_error")
+    return error_response(told)

@@ -1,7 +1,7 @@
-"""JSON bodies, read field by field: a mistake is a 4xx that names the field, what it was, and what it may be.
+"""JSON bodies, read field by field: a mistake is a 4xx that names the field, its value, and the values it may have.
 
-A field is in a table of readers (known), or in a table of neutral values (known, but only what changes nothing is
-accepted), or unknown. null is as good as absent everywhere.
+A supported field has a reader. A field of OpenAI or vLLM that is not supported has neutral values: those that change
+nothing, the only ones accepted. Every other field is unknown and refused. null counts as absent everywhere.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def show(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "a boolean"
-    names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
+    names = {bool: "a boolean", dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 
 
@@ -154,50 +152,46 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def checked(reader: Reader, holds: Callable[[Any], object], expected: str) -> Reader:
+    """What `reader` reads, where `holds` is true of it; expected: these values in words."""
+
+    def read_checked(name: str, value: Any) -> Any:
+        found = reader(name, value)
+        if not holds(found):
+            raise wrong(name, value, expected)
+        return found
+
+    return read_checked
+
+
 def one_of(*choices: str) -> Reader:
     """One of some strings."""
-
-    def reader(name: str, value: Any) -> str:
-        if value not in choices:
-            raise wrong(name, value, " or ".join(map(repr, choices)))
-        return value
-
-    return reader
+    return checked(text, choices.__contains__, " or ".join(map(repr, choices)))
 
 
-def tokens(high: int) -> Reader:
-    """A list of token ids."""
+def list_of(reader: Reader, what: str) -> Reader:
+    """A list, each of its items read by `reader`; what: the items in words."""
 
-    def reader(name: str, value: Any) -> tuple[int, ...]:
+    def read_list(name: str, value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise wrong(name, value, "a list of token ids")
-        for i, token in enumerate(value):
-            if type(token) is not int or not 0 <= token < high:
-                raise wrong(f"{name}[{i}]", token, f"a token id from 0 to {high - 1}")
-        return tuple(value)
+            raise wrong(name, value, f"a list of {what}")
+        return tuple(reader(f"{name}[{i}]", item) for i, item in enumerate(value))
 
-    return reader
+    return read_list
 
 
-def keys(name: str, value: Any) -> tuple[int, ...]:
-    """A list of 64-bit numbers."""
-    if not isinstance(value, list):
-        raise wrong(name, value, "a list of whole numbers")
-    for i, key in enumerate(value):
-        if type(key) is not int or not 0 <= key < 2**64:
-            raise wrong(f"{name}[{i}]", key, "a whole number from 0 to 2^64 - 1")
-    return tuple(value)
+def tokens(vocabulary: int) -> Reader:
+    """A list of token ids."""
+    return list_of(whole(0, vocabulary - 1), "token ids")
+
+
+_stop = checked(text, lambda stop: 0 < len(stop) <= 1000, "a string of 1 to 1000 characters")
 
 
 def stops(name: str, value: Any) -> tuple[str, ...]:
     """A string or a list of up to 16, none of them empty."""
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list) or len(given) > 16:
+    if isinstance(value, str):
+        return (_stop(name, value),)
+    if not isinstance(value, list) or len(value) > 16:
         raise wrong(name, value, "a string or a list of at most 16")
-    for i, item in enumerate(given):
-        where = name if isinstance(value, str) else f"{name}[{i}]"
-        if not text(where, item):
-            raise wrong(where, item, "a string that is not empty")
-        if len(item) > 1000:
-            raise wrong(where, item, "a string of at most 1000 characters")
-    return tuple(dict.fromkeys(given))
+    return tuple(dict.fromkeys(list_of(_stop, "strings")(name, value)))

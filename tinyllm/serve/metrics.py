@@ -1,4 +1,4 @@
-"""What is counted, for Prometheus. Each server has a registry of its own."""
+"""Metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
-    """The names start with tinyllm_."""
+    """The metrics of one server, in a registry of its own; their names start with tinyllm_."""
 
     def __init__(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         registry = self.registry = CollectorRegistry()

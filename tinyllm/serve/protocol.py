@@ -1,7 +1,7 @@
-"""Requests for completions: OpenAI's fields, those of vLLM that training needs, and nothing filled in silently.
+"""Requests for completions: OpenAI's fields, and those of vLLM that training needs.
 
-What a request leaves out is temperature 1, top_p 1, top_k off: never a model's generation configuration. A field that
-is known but not supported is accepted only with the value that changes nothing.
+The defaults are temperature 1, top_p 1 and top_k off, never those of a model's generation configuration. A known field
+that is not supported is accepted only with a value that changes nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from tinyllm.engine.seeds import seed_key
 from tinyllm.records import SamplingParams
 from tinyllm.serve import fields
-from tinyllm.serve.fields import APIError, Reader, flag, number, one_of, text, whole, wrong
+from tinyllm.serve.fields import APIError, Reader, checked, flag, list_of, number, one_of, text, whole, wrong
 
 MAX_LOGPROBS = 20
 COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions when it is left out, as OpenAI has it."""
-_SMALLEST_TEMPERATURE = 1e-3
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_SMALLEST = 1e-3
+"""The smallest temperature that is not greedy."""
 
 Message = Mapping[str, str]
 Text = str | tuple[int, ...] | tuple[Message, ...]
@@ -30,31 +30,32 @@ Text = str | tuple[int, ...] | tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class CompletionParams:
-    """A request for completions, checked."""
+    """A request for completions, checked. A field without a text is the field of the same name in the request."""
 
     chat: bool
-    model: str | None
     prompts: tuple[Text, ...]
-    n: int
     seed: int
     """Drawn when the request has none."""
     keys: tuple[int, ...]
-    """The random key of every choice, prompt-major."""
-    max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    logprobs: bool
-    top_logprobs: int
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
-    name_tokens_by_id: bool
-    request_id: str | None
+    """The random key of every choice, prompt after prompt."""
+    model: str | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    stream: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with a chunk of token counts."""
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    request_id: str | None = None
 
     def params(self, max_new_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """For the engine. stop_token_ids are the model's own."""
@@ -70,25 +71,8 @@ class CompletionParams:
         )
 
 
-def request_id(name: str, value: Any) -> str:
-    """A name for the request: up to 128 visible ASCII characters, so that a header can carry it."""
-    if not isinstance(value, str) or not _REQUEST_ID.fullmatch(value):
-        raise wrong(name, value, "1 to 128 visible ASCII characters")
-    return value
-
-
-def _temperature(name: str, value: Any) -> float:
-    value = number(0, 100)(name, value)
-    if 0 < value < _SMALLEST_TEMPERATURE:
-        raise wrong(name, value, f"0 (greedy) or at least {_SMALLEST_TEMPERATURE:g}")
-    return value
-
-
-def _top_p(name: str, value: Any) -> float:
-    value = number(0, 1)(name, value)
-    if value == 0:
-        raise wrong(name, value, "a number above 0, up to 1")
-    return value
+request_id = checked(text, re.compile(r"[!-~]{1,128}").fullmatch, "1 to 128 visible ASCII characters")
+"""Reader of a name for the request, which a header can carry."""
 
 
 def _top_k(name: str, value: Any) -> int:
@@ -107,13 +91,15 @@ def _shared(vocabulary: int) -> dict[str, Reader]:
     return {
         "model": text,
         "max_tokens": whole(1, 2**31),
-        "temperature": _temperature,
-        "top_p": _top_p,
+        "temperature": checked(
+            number(0, 100), lambda t: t == 0 or t >= _SMALLEST, f"0 (greedy) or at least {_SMALLEST:g}"
+        ),
+        "top_p": checked(number(0, 1), bool, "a number above 0, up to 1"),
         "top_k": _top_k,
         "min_p": number(0, 1),
         "n": whole(1, 4096),
         "seed": whole(-(2**63), 2**64 - 1),
-        "seed_keys": fields.keys,
+        "seed_keys": list_of(whole(0, 2**64 - 1), "whole numbers"),
         "stop": fields.stops,
         "stop_token_ids": fields.tokens(vocabulary),
         "ignore_eos": flag,
@@ -121,13 +107,12 @@ def _shared(vocabulary: int) -> dict[str, Reader]:
         "stream_options": _stream_options,
         "return_token_ids": flag,
         "request_id": request_id,
-        # What only names the caller changes nothing.
-        "user": text,
-        "safety_identifier": text,
-        "prompt_cache_key": text,
+        **dict.fromkeys(_CALLER, text),
     }
 
 
+_CALLER = ("user", "safety_identifier", "prompt_cache_key")
+"""Fields that only name the caller, which changes nothing."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -187,11 +172,11 @@ def read_completion(body: Mapping[str, Any], vocabulary: int, most: int) -> Comp
     got = fields.read(body, readers, _COMPLETION_NEUTRAL)
     if "prompt" not in got:
         raise APIError("prompt is missing: a string, a list of strings, token ids, or a list of these", param="prompt")
-    if got.get("best_of", got.get("n", 1)) != got.get("n", 1):
+    n, top = got.get("n", 1), got.pop("logprobs", None)
+    if got.pop("best_of", n) != n:
         raise APIError("best_of is supported only when it equals n; leave it out", param="best_of")
-    logprobs = got.get("logprobs")
-    limit = got.get("max_tokens")
-    return _asked(got, False, got["prompt"], most, limit, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
+    got |= {"logprobs": top is not None, "top_logprobs": top or 0}
+    return _params(got, got.pop("prompt"), most, chat=False)
 
 
 def read_chat(body: Mapping[str, Any], vocabulary: int, most: int) -> CompletionParams:
@@ -206,62 +191,34 @@ def read_chat(body: Mapping[str, Any], vocabulary: int, most: int) -> Completion
     got = fields.read(body, readers, _CHAT_NEUTRAL)
     if "messages" not in got:
         raise APIError("messages is missing: a list of {role, content}", param="messages")
-    limits = {got[name] for name in ("max_tokens", "max_completion_tokens") if name in got}
+    limits = {got.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in got}
     if len(limits) > 1:
         raise APIError("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
-    logprobs, top = got.get("logprobs", False), got.get("top_logprobs", 0)
-    if top and not logprobs:
+    if limits:
+        got["max_tokens"] = limits.pop()
+    if got.get("top_logprobs") and not got.get("logprobs"):
         raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
-    limit = limits.pop() if limits else None
-    return _asked(got, True, (got["messages"],), most, limit, logprobs=logprobs, top_logprobs=top)
+    return _params(got, (got.pop("messages"),), most, chat=True)
 
 
-def _asked(
-    got: Mapping[str, Any],
-    chat: bool,
-    prompts: tuple[Text, ...],
-    most: int,
-    max_tokens: int | None,
-    *,
-    logprobs: bool,
-    top_logprobs: int,
-) -> CompletionParams:
-    n, stream = got.get("n", 1), got.get("stream", False)
+def _params(got: dict[str, Any], prompts: tuple[Text, ...], most: int, *, chat: bool) -> CompletionParams:
+    """The fields that both routes have, with a random key for every choice."""
+    for name in _CALLER:
+        got.pop(name, None)
+    n = got.get("n", 1)
     if n * len(prompts) > most:  # before there is a key for each
         raise APIError(f"{n * len(prompts)} completions are asked for; one request may have {most}", param="n")
-    if "stream_options" in got and not stream:
+    if "stream_options" in got and not got.get("stream"):
         raise APIError("stream_options needs stream: true", param="stream_options")
-    seed = got.get("seed")
-    seed = secrets.randbits(53) if seed is None else seed  # 53 bits: what every client's numbers can hold
-    if "seed_keys" in got:
-        keys = got["seed_keys"]
-        if len(keys) != n * len(prompts):
-            raise APIError(f"seed_keys has {len(keys)} keys for {n * len(prompts)} choices", param="seed_keys")
-    else:
+    include_usage = got.pop("stream_options", False)
+    seed = got.pop("seed", None)
+    seed = secrets.randbits(53) if seed is None else seed  # 53 bits: as many as every client's numbers can hold
+    keys = got.pop("seed_keys", None)
+    if keys is None:
         keys = tuple(seed_key(seed, 0, "", j, i) for j in range(len(prompts)) for i in range(n))
-    return CompletionParams(
-        chat=chat,
-        model=got.get("model"),
-        prompts=prompts,
-        n=n,
-        seed=seed,
-        keys=keys,
-        max_tokens=max_tokens,
-        temperature=got.get("temperature", 1.0),
-        top_p=got.get("top_p", 1.0),
-        top_k=got.get("top_k", 0),
-        min_p=got.get("min_p", 0.0),
-        stop=got.get("stop", ()),
-        stop_token_ids=got.get("stop_token_ids", ()),
-        ignore_eos=got.get("ignore_eos", False),
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        stream=stream,
-        include_usage=got.get("stream_options", False),
-        return_token_ids=got.get("return_token_ids", False),
-        name_tokens_by_id=got.get("return_tokens_as_token_ids", False),
-        request_id=got.get("request_id"),
-    )
+    elif len(keys) != n * len(prompts):
+        raise APIError(f"seed_keys has {len(keys)} keys for {n * len(prompts)} choices", param="seed_keys")
+    return CompletionParams(chat, prompts, seed, keys, include_usage=include_usage, **got)
 
 
 def _prompts(vocabulary: int) -> Reader:

@@ -1,4 +1,4 @@
-"""A service on a socket, from start to drain."""
+"""Runs a Service on a socket until a signal ends it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tinyllm.serve.app import Service
 
 BACKLOG = 2048
 _CLOSE_S = 5
-"""How long connections may take to close once nothing runs any more."""
+"""How long connections may take to close once no request is under way."""
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us and says when it listens."""
+    """uvicorn's server, but signals are left to serve_until_signal, and on_ready is called when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -66,7 +66,7 @@ def address(bound: socket.socket) -> str:
 
 
 async def serve(service: Service, bound: socket.socket, on_ready: Callable[[], None], stop: asyncio.Event) -> int:
-    """Serves until `stop` is set and what runs is finished; returns how many requests were cut off."""
+    """Serve until `stop` is set and the requests under way are finished; returns how many were cut off."""
     config = uvicorn.Config(
         service.app,
         loop="asyncio",
@@ -97,7 +97,7 @@ async def serve(service: Service, bound: socket.socket, on_ready: Callable[[], N
 
 
 def serve_until_signal(service: Service, bound: socket.socket, on_ready: Callable[[], None]) -> int:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once."""
+    """Serve until SIGTERM or SIGINT, then finish the requests under way; a second signal ends the process at once."""
 
     async def main() -> int:
         stop = asyncio.Event()

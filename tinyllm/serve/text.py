@@ -1,4 +1,4 @@
-"""Text of a completion while it grows: what is sent concatenates to exactly what the whole decodes to."""
+"""Streamed text: the pieces that are sent concatenate to exactly the text of the whole completion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CLEANED = 3
 
 
 class TextStream:
-    """Decodes a growing list of tokens and gives out what later tokens cannot change.
+    """Decodes a growing list of tokens and returns the text that later tokens cannot change.
 
     Held back: a character whose bytes are not all there, and an ending that may become a stop string.
     """
@@ -22,7 +22,7 @@ class TextStream:
         self.unsettled = _CLEANED if getattr(tokenizer, "clean_up_tokenization_spaces", False) else 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that further tokens make certain."""
+        """The text that these further tokens make certain."""
         self.ids += ids
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         if self.unsettled:
@@ -34,7 +34,7 @@ class TextStream:
         return self._send(text)
 
     def _send(self, text: str) -> str:
-        if not text.startswith(self.sent):  # a decoder that takes back what it gave: nothing more until it is right
+        if not text.startswith(self.sent):  # a decoder that changed earlier text: nothing is sent until it agrees again
             return ""
         new, self.sent = text[len(self.sent) :], text
         return new

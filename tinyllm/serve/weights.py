@@ -42,7 +42,7 @@ def read_update(path: str, policy: Policy) -> dict[str, Tensor]:
 
 
 def write_update(policy: Policy, new: Mapping[str, Tensor]) -> str:
-    """Copies what read_update gave into the weights, in place; returns their content hash."""
+    """Copy the tensors of read_update into the weights, in place; returns their content hash."""
     with torch.no_grad():
         for name, tensor in policy.causal.state_dict().items():
             tensor.copy_(new[name])
@@ -50,9 +50,9 @@ def write_update(policy: Policy, new: Mapping[str, Tensor]) -> str:
 
 
 def revision_of(label: str | None, content: str, before: Revision) -> tuple[Revision, str]:
-    """The revision of an update, and the name it goes by: 12 and 12:abcdef give the step, other labels keep it.
+    """The revision of an update, and its name: the label, or step:hash where the update has none.
 
-    Without a label the step counts on by one and the name is step:hash.
+    A label such as 12 or 12:abcdef gives the step; with any other the step stays; without one it counts on by one.
     """
     if label is None:
         revision = Revision(before.step + 1, content)
@@ -88,7 +88,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:
-    """All tensors of a file, in memory of our own: a file that another process cuts short cannot take us with it."""
+    """All tensors of a file, copied: a mapped file that another process truncates would crash the server."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -122,7 +122,7 @@ def _checked(file: Path, name: str, tensor: Tensor, wanted: Mapping[str, Tensor]
 
 
 def _complete(path: str, new: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Fills in the other names of tied weights. Raises ModelError for what is missing, or tied and not equal."""
+    """Add the other names of tied weights. Raises ModelError for a missing weight, and for tied weights that differ."""
     tied: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in wanted.items():
         tied.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.numel() or name), []).append(name)

@@ -1,7 +1,7 @@
-"""The thread that the engine runs in: submissions, cancellations and changes of weights between steps, then a step.
+"""The thread that owns the scheduler: between two decoding steps it submits, cancels and updates weights.
 
-The event loop talks to it through a queue of actions; it talks back in one call per step, with everything that the
-step brought. Nothing of the scheduler is touched by another thread.
+The event loop puts these actions into a queue. After each step the thread hands all new tokens and finished choices to
+the event loop in one call. No other thread touches the scheduler.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from tinyllm.engine.scheduler import Sampled, SampleRequest, Scheduler
 from tinyllm.errors import EngineError
 from tinyllm.records import Revision, SamplingParams
 from tinyllm.serve.fields import APIError
+from tinyllm.serve.protocol import CompletionParams
 
 Top = list[tuple[int, float]]
 
@@ -41,7 +44,7 @@ class Finished:
 
     sampled: Sampled
     top: list[Top]
-    """For each token the alternatives that were asked for."""
+    """The likeliest tokens at each position, where the request asks for them."""
     first_at: float
     """time.monotonic() of its first token."""
     last_at: float
@@ -53,15 +56,12 @@ Event = tuple[int, Drawn | Finished]
 
 @dataclass(eq=False)
 class RequestHandle:
-    """One request under way; what can change but `jobs` belongs to the event loop."""
+    """One request under way. Only the event loop changes its fields, but for `jobs`, which the engine thread sets."""
 
+    asked: CompletionParams
     prompts: Sequence[tuple[int, ...]]
     params: Sequence[SamplingParams]
     """One per prompt."""
-    keys: tuple[int, ...]
-    n: int
-    streaming: bool
-    top_logprobs: int
     arrived_at: float = field(default_factory=time.monotonic)
     events: deque[Event] = field(default_factory=deque)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -71,15 +71,15 @@ class RequestHandle:
     left: bool = False
     """The client has hung up."""
     closed: bool = False
-    """Nobody reads its events any more."""
+    """No response reads the events any more."""
     jobs: tuple[SampleRequest, ...] = ()
 
     def __post_init__(self) -> None:
-        self.open = set(range(len(self.keys)))
+        self.open = set(range(self.choices))
 
     @property
     def choices(self) -> int:
-        return len(self.keys)
+        return len(self.asked.keys)
 
     def fail(self, why: APIError) -> None:
         self.failed = why
@@ -87,21 +87,21 @@ class RequestHandle:
 
 
 class _Sink:
-    """What one job's callbacks write to, in the engine thread."""
+    """The callbacks of one prompt's request to the scheduler; they fill the outbox, in the engine thread."""
 
     def __init__(self, worker: EngineThread, handle: RequestHandle, first: int) -> None:
         self.worker, self.handle, self.first = worker, handle, first
-        self.top: list[list[Top]] = [[] for _ in range(handle.n)]
-        self.first_at = [0.0] * handle.n
-        self.left = handle.n
+        self.top: list[list[Top]] = [[] for _ in range(handle.asked.n)]
+        self.first_at = [0.0] * handle.asked.n
+        self.left = handle.asked.n
 
     def on_token(self, sample: int, token: int, logprob: float, top: Top) -> None:
         if not self.first_at[sample]:
             self.first_at[sample] = time.monotonic()
-        if self.handle.top_logprobs:
+        if self.handle.asked.top_logprobs:
             top = [(other, value) for other, value in top if value > -math.inf]  # top-k may leave fewer than asked for
             self.top[sample].append(top)
-        if self.handle.streaming:
+        if self.handle.asked.stream:
             self.worker.outbox.append((self.handle, (self.first + sample, Drawn(token, logprob, top))))
 
     def on_finish(self, sampled: Sampled) -> None:
@@ -113,7 +113,7 @@ class _Sink:
 
 
 class EngineThread:
-    """Runs a scheduler in a thread of its own. Methods without "engine thread" in their text are the event loop's."""
+    """Runs a scheduler in a thread of its own. The event loop calls its methods, unless they name the engine thread."""
 
     def __init__(
         self,
@@ -133,13 +133,13 @@ class EngineThread:
         self.steps = 0
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._handles: dict[RequestHandle, int] = {}
-        """Those with jobs in the scheduler, with how many."""
+        """Requests in the scheduler, each with the number of its unfinished prompts."""
         self._held: list[RequestHandle] = []
-        """Those that came while paused; they enter at resume."""
-        self._asking: set[asyncio.Future[Any]] = set()
-        """Who waits for an action to be done."""
-        self._draining: list[asyncio.Future[None]] = []
-        """Who waits for the engine to be idle, to pause it."""
+        """Requests that came during a pause; they enter the scheduler at `resume`."""
+        self._asking: set[Future[Any]] = set()
+        """Calls that have not returned."""
+        self._draining: list[Future[None]] = []
+        """Calls of `pause` that wait for the engine to be idle."""
         self._stop = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -151,7 +151,8 @@ class EngineThread:
 
     def stop(self) -> None:
         """Ends the thread after the step it is in."""
-        self._actions.put(self._end)
+        self._stop = True
+        self._actions.put(lambda: None)
 
     def submit(self, handle: RequestHandle) -> None:
         self._actions.put(lambda: self._submit(handle))
@@ -160,53 +161,47 @@ class EngineThread:
         self._actions.put(lambda: self._cancel(handle))
 
     async def pause(self, mode: str) -> None:
-        """No step any more: at once ("keep"), or when all that runs is finished ("wait")."""
-        future = self._future()
-        self._actions.put(lambda: self._pause(mode, future))
-        await self._answer(future)
+        """Stop decoding: at once ("keep"), or when all running requests are finished ("wait")."""
+        await self._ask(lambda future: self._pause(mode, future))
 
     async def resume(self) -> None:
         await self.call(self._resume)
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function in the engine thread between two steps, paused or not, and returns what it returns."""
-        future = self._future()
+        """Run a function in the engine thread between two steps, paused or not, and return its result."""
 
-        def act() -> None:
+        def act(future: Future[Any]) -> None:
             try:
-                result = function()
+                future.set_result(function())
             except Exception as error:  # noqa: BLE001 - handed on to the caller
-                self._tell(_settle, future, None, error)
-            else:
-                self._tell(_settle, future, result, None)
+                future.set_exception(error)
 
-        self._actions.put(act)
-        return await self._answer(future)
+        return await self._ask(act)
 
-    def _future(self) -> asyncio.Future[Any]:
+    async def _ask(self, act: Callable[[Future[Any]], None]) -> Any:
+        """The result of a future that act(future), called in the engine thread, sets now or later."""
         if self.died is not None:
             raise dead(self.died)
-        assert self._loop is not None
-        future = self._loop.create_future()
+        future: Future[Any] = Future()
         self._asking.add(future)
-        return future
-
-    async def _answer(self, future: asyncio.Future[Any]) -> Any:
+        # A future that is running cannot be cancelled, so that the engine thread can always set it
+        self._actions.put(lambda: act(future) if future.set_running_or_notify_cancel() else None)
         try:
-            return await future
+            return await asyncio.wrap_future(future)
         finally:
             self._asking.discard(future)
 
     def _told_dead(self, why: str) -> None:
-        """Whoever asks a dead engine for something is told."""
+        """End all calls of a dead engine, and all requests."""
         for future in self._asking:
-            _settle(future, None, dead(why))
+            if not future.done():
+                future.set_exception(dead(why))
         self.on_failure(None, why)
 
     # -- engine thread --------------------------------------------------------------------------------------------
 
     def forget(self, handle: RequestHandle) -> None:
-        """A job of the handle is finished (engine thread)."""
+        """One prompt of the request is finished (engine thread)."""
         self._handles[handle] -= 1
         if not self._handles[handle]:
             del self._handles[handle]
@@ -232,13 +227,11 @@ class EngineThread:
             self._tell(self._told_dead, self.died)
 
     def _act(self, block: bool) -> None:
-        """Everything that was asked for; waits for the first when there is nothing else to do."""
-        try:
+        """Do all actions of the queue. block: wait for the first of them."""
+        with suppress(queue.Empty):
             self._actions.get(block)()
             while True:
                 self._actions.get_nowait()()
-        except queue.Empty:
-            pass
 
     def _step(self) -> bool:
         try:
@@ -256,7 +249,7 @@ class EngineThread:
         return busy
 
     def _recover(self, why: str) -> None:
-        """Fails the requests that ran in a step that could not be done; those that had not begun start in a new one."""
+        """After a failed step: fail the requests that took part in it, and start the others in a new scheduler."""
         not_begun = self.scheduler.not_begun
         concerned = [handle for handle in self._handles if any(job.id not in not_begun for job in handle.jobs)]
         rest = [handle for handle in self._handles if handle not in concerned]
@@ -273,13 +266,13 @@ class EngineThread:
             self._held.append(handle)
             self._count()
             return
-        jobs = []
+        asked, jobs = handle.asked, []
         for number, (ids, params) in enumerate(zip(handle.prompts, handle.params, strict=True)):
-            first = number * handle.n
+            first = number * asked.n
             sink = _Sink(self, handle, first)
-            keys = handle.keys[first : first + handle.n]
+            keys = asked.keys[first : first + asked.n]
             name = f"{id(handle)}/{number}"
-            jobs.append(SampleRequest(name, ids, params, keys, sink.on_finish, sink.on_token, handle.top_logprobs))
+            jobs.append(SampleRequest(name, ids, params, keys, sink.on_finish, sink.on_token, asked.top_logprobs))
         handle.jobs = tuple(jobs)
         self._handles[handle] = len(jobs)
         for job in jobs:
@@ -298,9 +291,9 @@ class EngineThread:
         held = sum(handle.choices for handle in self._held)
         self.running, self.waiting = self.scheduler.running, self.scheduler.waiting + held
 
-    def _pause(self, mode: str, future: asyncio.Future[None]) -> None:
+    def _pause(self, mode: str, future: Future[None]) -> None:
         if self.paused:
-            self._tell(_settle, future, None, None)
+            future.set_result(None)
         else:
             self._draining.append(future)
             if mode == "keep":
@@ -309,20 +302,17 @@ class EngineThread:
     def _now_paused(self) -> None:
         self.paused = True
         for future in self._draining:
-            self._tell(_settle, future, None, None)
+            future.set_result(None)
         self._draining.clear()
 
     def _resume(self) -> None:
         self.paused = False
         held, self._held = self._held, []
         for future in self._draining:
-            self._tell(_settle, future, None, APIError("resumed before the pause was reached", status=409))
+            future.set_exception(APIError("resumed before the pause was reached", status=409))
         self._draining.clear()
         for handle in held:
             self._submit(handle)
-
-    def _end(self) -> None:
-        self._stop = True
 
     def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
@@ -333,20 +323,11 @@ class EngineThread:
 
 
 def dead(why: str) -> APIError:
-    """What a server without an engine answers."""
+    """The error of every request once the engine has died."""
     return APIError(f"the engine has stopped working: {why}; restart the server", status=503, kind="server_error")
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():  # its caller has gone
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
 def _is_survivable(error: Exception) -> bool:
-    """Numbers that cannot be sampled from, or memory that is not there: the requests fail, the engine does not."""
+    """Whether an error ends only the running requests: logits that are not finite, or no memory left."""
     out_of_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
     return isinstance(error, EngineError) or out_of_memory or "can't allocate memory" in str(error)

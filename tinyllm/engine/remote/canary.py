@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tinyllm.engine.remote.client import exchange, revision_of
+from tinyllm.engine.remote.client import exchange, spans_of
 from tinyllm.engine.remote.dialects import CompletionRequest, require_sound
 from tinyllm.engine.remote.http import Http, InvalidResponse
 from tinyllm.engine.remote.servers import Server
@@ -60,7 +60,7 @@ class Canary:
         params = SamplingParams(max_new_tokens=self.tokens, temperature=0.0)
         request = CompletionRequest(f"tinyllm-canary-{self._count}", server.model, self.prompt, 1, params, seeded=False)
         response = require_sound(await exchange(http, server, request, seconds), request)
-        revision_of(response, server)
+        spans_of(response, server, server.revision, max_lag=0)
         return CanaryOutput(tuple(response.token_ids), tuple(float(x) for x in response.logprobs))
 
     def judge(self, server: Server, output: CanaryOutput) -> float:

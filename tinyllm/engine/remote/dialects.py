@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinyllm.engine.remote.http import InvalidResponse
-from tinyllm.records import SamplingParams, fault_of, is_logprob
+from tinyllm.records import SamplingParams, fault_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class CompletionRequest:
     params: SamplingParams
     seeded: bool = True
     """Whether the key is sent."""
+    tops: int = 0
+    """How many of the likeliest tokens at each position the response is to list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +42,18 @@ class CompletionResponse:
     text: str
     spans: tuple[tuple[str, int, int], ...] | None
     """(weight version, start, end) over the tokens; None where the server does not say."""
+    first_tops: list[Any]
+    """Log-probabilities of the likeliest first tokens, where the request asked for `tops`."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """One server's spelling."""
+    """The path, the fields and the response of one kind of server."""
 
-    name: str
     path: str
     write: Callable[[CompletionRequest], dict[str, Any]]
     read: Callable[[Any], CompletionResponse]
     """Raises InvalidResponse."""
-    write_tops: Callable[[CompletionRequest], dict[str, Any]]
-    """The same request, for the two likeliest alternatives of each token too."""
-    read_tops: Callable[[Any], list[float]]
-    """Their log-probabilities for the first token. Raises InvalidResponse."""
 
 
 # /v1/completions
@@ -76,7 +75,7 @@ def _write_completions(request: CompletionRequest) -> dict[str, Any]:
         "ignore_eos": True,  # the run's stop tokens are the only ones
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "logprobs": 0,
+        "logprobs": request.tops,
         "return_token_ids": True,
         "stream": False,
         "request_id": request.id,
@@ -90,12 +89,15 @@ def _write_tinyllm(request: CompletionRequest) -> dict[str, Any]:
 
 def _write_vllm(request: CompletionRequest) -> dict[str, Any]:
     body = _write_completions(request) | {"repetition_penalty": 1.0, "min_tokens": 0, "skip_special_tokens": True}
+    if request.tops:  # named by token id, since two tokens may decode to the same text
+        body["return_tokens_as_token_ids"] = True
     return body | ({"seed": request.key} if request.seeded else {})
 
 
 def _read_completions(body: Any) -> CompletionResponse:
     choice = _one_choice(body)
-    ids, logprobs = choice.get("token_ids"), _part(choice, "logprobs").get("token_logprobs")
+    block = _part(choice, "logprobs")
+    ids, logprobs, tops = choice.get("token_ids"), block.get("token_logprobs"), _first(block.get("top_logprobs"))
     if not isinstance(ids, list):
         raise InvalidResponse("no token ids", "the choice has no list token_ids")
     if not isinstance(logprobs, list):
@@ -109,14 +111,8 @@ def _read_completions(body: Any) -> CompletionResponse:
         finish_reason=str(choice.get("finish_reason")),
         text=choice["text"] if isinstance(choice.get("text"), str) else "",
         spans=None if spans is None else _spans(spans),
+        first_tops=list(tops.values()) if isinstance(tops, Mapping) else [],
     )
-
-
-def _read_completions_tops(body: Any) -> list[float]:
-    tops = _part(_one_choice(body), "logprobs").get("top_logprobs")
-    if not isinstance(tops, list) or not tops or not isinstance(tops[0], Mapping):
-        raise InvalidResponse("no alternatives", "the choice has no logprobs.top_logprobs")
-    return _numbers(list(tops[0].values()))
 
 
 # SGLang's /generate
@@ -145,7 +141,7 @@ def _write_sglang(request: CompletionRequest) -> dict[str, Any]:
         "sampling_params": sampling | ({"sampling_seed": request.key} if request.seeded else {}),
         "return_logprob": True,
         "logprob_start_len": -1,
-        "top_logprobs_num": 0,
+        "top_logprobs_num": request.tops,
         "stream": False,
         "rid": request.id,
     }
@@ -171,6 +167,7 @@ def _read_sglang(body: Any) -> CompletionResponse:
             "ids and log-probabilities differ", f"{len(given)} output_ids, {len(ids)} log-probabilities"
         )
     version, spans = meta.get("weight_version"), meta.get("weight_versions")
+    tops = _first(meta.get("output_top_logprobs"))
     if spans is None and isinstance(version, str):
         spans = [{"version": version, "start": 0, "end": len(ids)}]
     return CompletionResponse(
@@ -181,45 +178,14 @@ def _read_sglang(body: Any) -> CompletionResponse:
         finish_reason=str(_part(meta, "finish_reason").get("type")),
         text=body["text"] if isinstance(body.get("text"), str) else "",
         spans=None if spans is None else _spans(spans),
+        first_tops=[_first(entry) for entry in tops] if isinstance(tops, list) else [],
     )
-
-
-def _read_sglang_tops(body: Any) -> list[float]:
-    tops = _part(body[0] if isinstance(body, list) and body else body, "meta_info").get("output_top_logprobs")
-    if not isinstance(tops, list) or not tops or not isinstance(tops[0], list):
-        raise InvalidResponse("no alternatives", "the answer has no meta_info.output_top_logprobs")
-    return _numbers([entry[0] if isinstance(entry, list) and entry else None for entry in tops[0]])
 
 
 DIALECTS: Mapping[str, Dialect] = {
-    dialect.name: dialect
-    for dialect in (
-        Dialect(
-            "tinyllm",
-            "/v1/completions",
-            _write_tinyllm,
-            _read_completions,
-            lambda request: _write_tinyllm(request) | {"logprobs": 2},
-            _read_completions_tops,
-        ),
-        Dialect(
-            "vllm",
-            "/v1/completions",
-            _write_vllm,
-            _read_completions,
-            # Keys by token id: two tokens may decode to the same text
-            lambda request: _write_vllm(request) | {"logprobs": 2, "return_tokens_as_token_ids": True},
-            _read_completions_tops,
-        ),
-        Dialect(
-            "sglang",
-            "/generate",
-            _write_sglang,
-            _read_sglang,
-            lambda request: _write_sglang(request) | {"top_logprobs_num": 2},
-            _read_sglang_tops,
-        ),
-    )
+    "tinyllm": Dialect("/v1/completions", _write_tinyllm, _read_completions),
+    "vllm": Dialect("/v1/completions", _write_vllm, _read_completions),
+    "sglang": Dialect("/generate", _write_sglang, _read_sglang),
 }
 
 
@@ -227,7 +193,7 @@ DIALECTS: Mapping[str, Dialect] = {
 
 
 def require_sound(
-    response: CompletionResponse, request: CompletionRequest, vocab_size: int | None = None
+    response: CompletionResponse, request: CompletionRequest, vocab_size: int = 2**31
 ) -> CompletionResponse:
     """The response with its finish reason as the trainer counts it.
 
@@ -238,7 +204,7 @@ def require_sound(
         raise InvalidResponse("wrong model", f"{response.model!r} answered, {request.model!r} was asked")
     if ids and ids[-1] in params.stop_token_ids and response.finish_reason == "length":
         response = replace(response, finish_reason="stop")  # vLLM says "length" when the stop token is the last to fit
-    fault = fault_of(ids, response.logprobs, response.finish_reason, params, vocab_size=vocab_size or 2**31)
+    fault = fault_of(ids, response.logprobs, response.finish_reason, params, vocab_size=vocab_size)
     if fault is not None:
         raise InvalidResponse(*fault)
     early = [position for position, token in enumerate(ids[:-1]) if token in params.stop_token_ids]
@@ -269,10 +235,8 @@ def _text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _numbers(values: list[Any]) -> list[float]:
-    if not all(is_logprob(value) for value in values):
-        raise InvalidResponse("bad alternatives", f"{values!r:.80}")
-    return values
+def _first(values: Any) -> Any:
+    return values[0] if isinstance(values, list) and values else None
 
 
 def _spans(spans: Any) -> tuple[tuple[str, int, int], ...]:

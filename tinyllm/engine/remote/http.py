@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -33,6 +34,16 @@ _IDLE_S = 3.0
 _jitter = random.Random()  # of pauses alone; never the process's own stream
 
 
+def api_key() -> str:
+    """The key for sampling, from the environment alone: it stands in no configuration and no record."""
+    return os.environ.get("TINYLLM_API_KEY", "")
+
+
+def admin_key() -> str:
+    """The key for changing weights; the other one where a server has only one."""
+    return os.environ.get("TINYLLM_ADMIN_KEY", "") or api_key()
+
+
 class FailureKind(StrEnum):
     """Why a request has no usable response. Code decides by these; the text is for people."""
 
@@ -47,7 +58,7 @@ class FailureKind(StrEnum):
 
 
 class RequestFailed(Exception):
-    """A request without a usable response. `label` is a few words to count failures by; the text says more.
+    """A request without a usable response. The message begins with `label`, or with the kind where there is none.
 
     retriable: whether the same request may succeed later; pause_s: how long the server asked to wait.
     """
@@ -62,8 +73,8 @@ class RequestFailed(Exception):
         retriable: bool = False,
         pause_s: float = 0.0,
     ) -> None:
-        self.label = label or (f"{kind} {status}" if kind is FailureKind.STATUS else str(kind))
-        super().__init__(f"{self.label}: {detail}" if detail else self.label)
+        label = label or (f"{kind} {status}" if kind is FailureKind.STATUS else str(kind))
+        super().__init__(f"{label}: {detail}" if detail else label)
         self.kind, self.status, self.retriable, self.pause_s = kind, status, retriable, pause_s
 
 
@@ -125,7 +136,7 @@ class Http:
         return self._locks.setdefault(name, asyncio.Lock())
 
     def _client(self, url: str) -> httpx2.AsyncClient:
-        """One for TLS, whose certificates take time to load, and one without. Loopback never goes through a proxy."""
+        """The client for TLS, whose certificates take time to load, or the one without. Loopback bypasses proxies."""
         import httpx2
 
         tls = url.startswith("https:")
@@ -234,20 +245,18 @@ def run(work: Callable[[Http], Coroutine[Any, Any, T]]) -> T:
 
 
 def _said(response: httpx2.Response, key: str) -> str:
-    """The text of a response, without the key, which some repeat."""
+    """The text of a response, without the key, which some servers repeat."""
     return response.text.replace(key, "***") if key else response.text
 
 
 def _os_reason(error: BaseException) -> str:
-    """The system's own words at the end of a chain of exceptions, where there are some."""
-    while error is not None:
-        if isinstance(error, OSError) and error.strerror:
-            return error.strerror
-        following = error.__cause__ or error.__context__
-        if following is None:
-            return str(error) or type(error).__name__
-        error = following
-    raise AssertionError("unreachable")
+    """The operating system's reason behind an exception, where there is one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__
 
 
 def _seconds(text: str | None) -> float:

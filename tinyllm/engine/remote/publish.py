@@ -1,6 +1,6 @@
 """New weights for servers: written once, loaded by each server in its own way, read back, and proved by the canary.
 
-    publisher = Publisher(servers, TinyllmDisk(), folder, canary)
+    publisher = Publisher(servers, TinyllmDisk(), folder, canary, RetryPolicy())
     publisher.publish(Revision(12, hash), policy)
 
 A server that did not take an update is quarantined with a warning and tried again at the next update; when none is
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.remote.canary import Canary, CanaryOutput
@@ -27,11 +28,12 @@ from tinyllm.engine.remote.http import (
     RequestFailed,
     RetryPolicy,
     Run,
+    admin_key,
     gather,
     retry,
     run,
 )
-from tinyllm.engine.remote.servers import Server, Servers, admin_key
+from tinyllm.engine.remote.servers import Server, Servers
 from tinyllm.errors import EngineError
 from tinyllm.model import models
 from tinyllm.record.files import new_folder, recover_folders, write_errors
@@ -68,29 +70,27 @@ class WeightUpdate:
         return self.folder / self.name
 
 
-class WeightTransfer(Protocol):
-    """How weights get to a server."""
+class WeightTransfer(ABC):
+    """How weights get to a server; by default as a whole model, in a folder that the servers see too."""
 
-    @property
-    def kept(self) -> int:
-        """How many updates a server holds at a time, the newest among them."""
-        ...
+    kept = 1
+    """How many updates a server holds at a time, the newest among them."""
 
     def write(self, update: WeightUpdate, policy: Policy) -> None:
         """Put on disk what servers load, whole or not at all."""
-        ...
+        if not update.path.exists():  # the folder's name has the weights' hash
+            models.save_model(policy.model, None, update.path)
 
+    @abstractmethod
     async def load(self, admin: ServerAdmin, update: WeightUpdate) -> None:
         """Make the server load the update. Raises RequestFailed."""
-        ...
 
+    @abstractmethod
     async def read_back(self, admin: ServerAdmin, update: WeightUpdate) -> None:
-        """Ask the server which weights it runs now. Raises RequestFailed when it is not these."""
-        ...
+        """Ask the server which weights it runs now. Raises RequestFailed when they are not the update's."""
 
-    async def forget(self, admin: ServerAdmin, update: WeightUpdate) -> None:
-        """Free what the server holds of an older update."""
-        ...
+    async def forget(self, admin: ServerAdmin, update: WeightUpdate) -> None:  # noqa: B027
+        """Free what the server holds of an older update; nothing, where the newer weights took its place."""
 
 
 @dataclass(frozen=True)
@@ -137,15 +137,12 @@ class Publisher:
         servers: Servers,
         transfer: WeightTransfer,
         folder: Path,
-        canary: Canary | None,
-        retry_policy: RetryPolicy | None = None,
+        canary: Canary,
+        retry_policy: RetryPolicy,
         run: Run = run,
     ) -> None:
         self.servers, self.transfer, self.folder, self.canary = servers, transfer, folder, canary
-        self.retry_policy = retry_policy or RetryPolicy()
-        self._run = run
-        self.gaps: dict[str, float] = {}
-        """By server: the canary's difference after the last update, in nats."""
+        self.retry_policy, self._run = retry_policy, run
         self._published: list[WeightUpdate] = []
         self._leftover: list[Path] = []
 
@@ -162,8 +159,10 @@ class Publisher:
                 self._leftover = [path for path in self.folder.glob("v*-*") if path != update.path]
         self.transfer.write(update, policy)
         try:
-            for server, output in self._run(lambda http: self._load(http, update)):
-                self._judge(server, output, update)
+            outputs = self._run(lambda http: gather([self._load(http, s, update) for s in self.servers.all]))
+            for server, output in zip(self.servers.all, outputs, strict=True):
+                if output is not None:
+                    self._judge(server, output, update)
         finally:
             for server in self.servers.all:
                 server.updating = False
@@ -172,38 +171,27 @@ class Publisher:
             self._published.append(update)
         self._tidy()
 
-    async def _load(self, http: Http, update: WeightUpdate) -> list[tuple[Server, CanaryOutput | None]]:
-        """The servers that loaded the update, each with its canary's output."""
-        loaded = await gather([self._load_one(http, server, update) for server in self.servers.all])
-        return [pair for pair in loaded if pair is not None]
-
-    async def _load_one(
-        self, http: Http, server: Server, update: WeightUpdate
-    ) -> tuple[Server, CanaryOutput | None] | None:
-        """The server and its canary's output, or None when it did not take the update."""
-        if server.quarantined is not None and not await alive(http, server.url, admin_key()):
+    async def _load(self, http: Http, server: Server, update: WeightUpdate) -> CanaryOutput | None:
+        """What the server samples with the update, or None when it did not take the update."""
+        if server.quarantined is not None and not await alive(http, server.url):
             return None
         before = (server.label, server.revision, server.model)
         admin = ServerAdmin(http, server, self.retry_policy)
-        canary = self.canary
         server.updating = True
         try:
             await self.transfer.load(admin, update)
             await self.transfer.read_back(admin, update)
             server.label, server.revision = update.label, update.revision
-            if canary is None:
-                return server, None
-            return server, await retry(self.retry_policy, lambda _, seconds: canary.sample(http, server, seconds))
+            return await retry(self.retry_policy, lambda _, seconds: self.canary.sample(http, server, seconds))
         except RequestFailed as error:
             server.label, server.revision, server.model = before
             server.quarantine(f"it did not take revision {update.label} ({error})")
             return None
 
-    def _judge(self, server: Server, output: CanaryOutput | None, update: WeightUpdate) -> None:
+    def _judge(self, server: Server, output: CanaryOutput, update: WeightUpdate) -> None:
         """Confirm the update where the canary holds, and quarantine the server where it does not."""
         try:
-            if self.canary is not None and output is not None:
-                self.gaps[server.url] = self.canary.judge(server, output)
+            self.canary.judge(server, output)
         except InvalidResponse as error:
             server.quarantine(f"it did not take revision {update.label} ({error})")
             return
@@ -231,23 +219,7 @@ class Publisher:
         await gather([one(server) for server in self.servers.live])
 
 
-# Whole models on disk
-
-
-class _OnDisk:
-    """safetensors in a folder that the servers see too."""
-
-    kept = 1
-
-    def write(self, update: WeightUpdate, policy: Policy) -> None:
-        if not update.path.exists():  # its name has its hash
-            models.save_model(policy.model, None, update.path)
-
-    async def forget(self, admin: ServerAdmin, update: WeightUpdate) -> None:
-        """Nothing to free: the newer weights took its place."""
-
-
-class TinyllmDisk(_OnDisk):
+class TinyllmDisk(WeightTransfer):
     """tinyllm serve: pauses automatically; reports the content hash of the loaded weights."""
 
     async def load(self, admin: ServerAdmin, update: WeightUpdate) -> None:
@@ -262,7 +234,7 @@ class TinyllmDisk(_OnDisk):
             raise InvalidResponse("other weights", f"content hash {digest}, the trainer's is {update.content_hash}")
 
 
-class SGLangDisk(_OnDisk):
+class SGLangDisk(WeightTransfer):
     """SGLang: pause, update, flush, continue."""
 
     async def load(self, admin: ServerAdmin, update: WeightUpdate) -> None:
@@ -282,14 +254,14 @@ class SGLangDisk(_OnDisk):
         _require_label((await admin.get("/model_info")).get("weight_version"), update)
 
 
-# LoRA adapters
+class VLLMLora(WeightTransfer):
+    """vLLM: a LoRA adapter with a new name for each revision, so that requests name the weights that answer them.
 
+    max_lag: of the pool; a request keeps the adapter that it was sent with, so that more of them must stay loaded.
+    """
 
-@dataclass(frozen=True)
-class VLLMLora:
-    """vLLM: a new adapter name for each revision, so that requests name the weights that answer them."""
-
-    kept: int = KEPT_ADAPTERS
+    def __init__(self, max_lag: int = 0) -> None:
+        self.kept = max(KEPT_ADAPTERS, max_lag + 2)
 
     def write(self, update: WeightUpdate, policy: Policy) -> None:
         if not hasattr(policy.model, "peft_config"):
@@ -318,9 +290,8 @@ class VLLMLora:
 
     async def _loaded(self, admin: ServerAdmin) -> set[str]:
         data = (await admin.get("/v1/models")).get("data")
-        return (
-            {str(entry.get("id")) for entry in data if isinstance(entry, Mapping)} if isinstance(data, list) else set()
-        )
+        entries = data if isinstance(data, list) else []
+        return {str(entry.get("id")) for entry in entries if isinstance(entry, Mapping)}
 
     @staticmethod
     def _name(server: Server, update: WeightUpdate) -> str:

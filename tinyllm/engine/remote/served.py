@@ -5,7 +5,7 @@ engine = make_served_engine(config.engine, policy, tokenizer, prompts, params, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +15,14 @@ from tinyllm.engine.policy import Policy
 from tinyllm.engine.remote.canary import Canary, Score, tolerance_of
 from tinyllm.engine.remote.client import HTTPRolloutClient
 from tinyllm.engine.remote.http import Portal, RetryPolicy
-from tinyllm.engine.remote.publish import KEPT_ADAPTERS, Publisher, SGLangDisk, TinyllmDisk, VLLMLora, WeightTransfer
+from tinyllm.engine.remote.publish import Publisher, SGLangDisk, TinyllmDisk, VLLMLora, WeightTransfer
 from tinyllm.engine.remote.servers import Confirmed
 from tinyllm.errors import EngineError
 from tinyllm.record.hashing import hash_bytes
 from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 
-_TRANSFERS: Mapping[str, Callable[[int], WeightTransfer]] = {
-    "tinyllm": lambda max_lag: TinyllmDisk(),
-    "sglang": lambda max_lag: SGLangDisk(),
-    # A request keeps the adapter it was sent with
-    "vllm": lambda max_lag: VLLMLora(kept=max(KEPT_ADAPTERS, max_lag + 2)),
-}
-"""Kind of server -> max_lag -> how weights get there."""
 _ATTEMPTS = 4
 """Of one request: enough for a server that restarts, and what ends it is the deadline."""
-
-
-def split_urls(urls: Sequence[str]) -> tuple[list[str], str | None]:
-    """The addresses, and the model's name that stands behind them (http://127.0.0.1:8000#NAME), where one does.
-
-    Raises EngineError for two names: a run samples one model.
-    """
-    parts = [url.partition("#") for url in urls]
-    names = list(dict.fromkeys(name for _, _, name in parts if name))
-    if len(names) > 1:
-        raise EngineError(f"engine.urls name several models ({', '.join(names)}); give one")
-    return [url for url, _, _ in parts], names[0] if names else None
 
 
 class ServedEngine:
@@ -80,7 +61,7 @@ class ServedEngine:
         servers.adopt(self.ranks.on_main(publish))
 
     def facts(self) -> Mapping[str, Any]:
-        """What each server can give, as the manifest's "engine"."""
+        """The properties of each server, as the manifest's "engine"."""
         return {"engine": self.client.capabilities()}
 
     def close(self) -> None:
@@ -100,7 +81,7 @@ def make_served_engine(
     max_lag: int = 0,
     ranks: Ranks = SOLO,
 ) -> ServedEngine:
-    """The engine on the servers of a configuration. Raises EngineError for what the servers cannot give.
+    """The engine on the servers of a configuration. Raises EngineError for servers that cannot be trained on.
 
     prompts: all that will be sampled; the first is the canary. score: the trainer's log-probabilities at temperature 1.
     folder: where weights are put, seen by servers too (`weights_folder`). max_lag: of the pool; more than 0 lets an
@@ -109,8 +90,8 @@ def make_served_engine(
     portal = Portal()
     try:
         retry_policy = RetryPolicy(_ATTEMPTS, config.deadline_s)
-        client = HTTPRolloutClient.connect(
-            *split_urls(config.urls),
+        client = HTTPRolloutClient(
+            config.urls,
             probe_prompt=prompts[0].token_ids,
             max_concurrent=config.max_concurrent,
             retry_policy=retry_policy,
@@ -147,8 +128,12 @@ def _transfer(client: HTTPRolloutClient, max_lag: int, adapters: bool) -> Weight
     if len(kinds) > 1:
         raise EngineError(f"engine.urls are servers of several kinds ({', '.join(kinds)}); use one kind in a run")
     kind = kinds[0]
-    if kind == "vllm" and not adapters:
-        raise EngineError(f"{kind} takes new weights as LoRA adapters; set lora.rank (for example to 16)")
-    if max_lag and kind == "sglang":
-        raise EngineError("SGLang cuts off what it samples at an update; set pool.max_lag to 0")
-    return _TRANSFERS[kind](max_lag)
+    if kind == "vllm":
+        if not adapters:
+            raise EngineError(f"{kind} takes new weights as LoRA adapters; set lora.rank (for example to 16)")
+        return VLLMLora(max_lag)
+    if kind == "sglang":
+        if max_lag:
+            raise EngineError("SGLang cuts off what it samples at an update; set pool.max_lag to 0")
+        return SGLangDisk()
+    return TinyllmDisk()

@@ -1,10 +1,9 @@
-"""The servers that sample: which of them work, which weights each has confirmed, and who takes the next request."""
+"""The servers that sample: which of them work, which weights each has confirmed, and which takes the next request."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,17 +20,7 @@ _REMEMBERED = 64
 """Versions that a server is remembered to have run; more than the lag of any request."""
 _LOOK_S = 0.02
 _CHECKED_S = 0.5
-"""How long a server that says it works is believed; many requests fail at once."""
-
-
-def api_key() -> str:
-    """The key for sampling, from the environment alone: it stands in no configuration and no record."""
-    return os.environ.get("TINYLLM_API_KEY", "")
-
-
-def admin_key() -> str:
-    """The key for changing weights; the other one where a server has only one."""
-    return os.environ.get("TINYLLM_ADMIN_KEY", "") or api_key()
+"""How long a good /health stays valid; many requests fail at the same moment."""
 
 
 @dataclass
@@ -48,9 +37,9 @@ class Server:
     """Every revision it was seen to run, by weight version, the newest last: a request may begin under one and end
     under another."""
     updating: bool = False
-    """Whether an update is under way, of which it is not known yet whether the server took it."""
+    """Whether an update is under way that the server has not confirmed yet."""
     quarantined: str | None = None
-    """Why it gets no requests; None when it does."""
+    """Why the server gets no requests; None when it does."""
     outstanding: int = 0
     """Requests under way."""
     checked_at: float = -_CHECKED_S
@@ -84,13 +73,13 @@ class Server:
             await asyncio.sleep(_LOOK_S)
 
     async def check_after(self, failure: RequestFailed, http: Http) -> None:
-        """After a failure that a dead server would give: quarantine the server if its /health says nothing good."""
+        """After a failure that a dead server would cause: quarantine the server, unless its /health is good."""
         if failure.kind is FailureKind.TIMED_OUT or (failure.status is not None and failure.status < 500):
             return  # slow or busy
         async with http.lock(self.url):
             if self.quarantined is not None or time.monotonic() - self.checked_at < _CHECKED_S:
                 return
-            works = await alive(http, self.url, api_key())
+            works = await alive(http, self.url)
             self.checked_at = time.monotonic()
             if not works:
                 self.quarantine(f"it does not work any more ({failure})")

@@ -1,11 +1,11 @@
-"""What stands around the routes: keys and counts for every request, and the answer that waits for the engine."""
+"""Around the routes: bodies of bounded size, keys and counts for every request, responses that wait for the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -13,11 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinyllm.serve.access import Access
-from tinyllm.serve.answers import AnswerWriter, event
 from tinyllm.serve.fields import APIError, to_json
 from tinyllm.serve.metrics import Metrics
-from tinyllm.serve.protocol import CompletionParams
+from tinyllm.serve.responses import ResponseWriter, event
 from tinyllm.serve.worker import Drawn, Finished, RequestHandle
+
+if TYPE_CHECKING:
+    from tinyllm.serve.app import Service
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -30,29 +32,25 @@ _JSON = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
-def reply(obj: Any, status: int = 200) -> Response:
+def json_response(obj: Any, status: int = 200) -> Response:
     return Response(to_json(obj), status, media_type="application/json")
 
 
-def refusal(error: APIError) -> Response:
-    """An error as OpenAI's API has it."""
+def error_response(error: APIError) -> Response:
+    """An error in the form of OpenAI's API."""
     headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
     return Response(to_json(error.body), error.status, headers, media_type="application/json")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body of a request. Raises APIError: too large (413), too slow (408)."""
-    too_large = APIError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limit:
-        raise too_large
     parts, size = [], 0
     try:
         async with asyncio.timeout(_BODY_S):
             async for part in request.stream():
                 size += len(part)
                 if size > limit:
-                    raise too_large
+                    raise APIError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
                 parts.append(part)
     except TimeoutError:
         raise APIError(f"the body did not arrive within {_BODY_S:g} s", status=408, code="timeout") from None
@@ -62,7 +60,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class AuthMiddleware:
-    """Checks the key of a request, and counts the answer by route and status."""
+    """Checks the key of each request, and counts responses by route and status."""
 
     def __init__(self, app: Starlette, access: Access, metrics: Metrics, admin_paths: Collection[str]) -> None:
         self.app, self.access, self.metrics = app, access, metrics
@@ -87,37 +85,27 @@ class AuthMiddleware:
             try:
                 self.access.check(headers.get(b"authorization", b""), admin=path in self.admin_paths, path=path)
             except APIError as error:
-                await refusal(error)(scope, receive, counted)
+                await error_response(error)(scope, receive, counted)
                 return
         await self.app(scope, receive, counted)
 
 
-class Waiting(Protocol):
-    """What StreamingResponse needs of the service."""
-
-    metrics: Metrics
-
-    def admit(self, asked: CompletionParams, prompts: Sequence[tuple[int, ...]]) -> RequestHandle: ...
-
-    def release(self, handle: RequestHandle) -> None: ...
-
-
 class StreamingResponse:
-    """The answer to a request for completions, as an ASGI application: admits it, waits, and sends what comes.
+    """The response to a request for completions, as an ASGI application: whole, or chunk by chunk.
 
     A client that hangs up is noticed at once, whether it waits for the whole or for the next chunk.
     """
 
-    def __init__(self, service: Waiting, answer: AnswerWriter, prompts: Sequence[tuple[int, ...]]) -> None:
-        self.service, self.answer = service, answer
-        self.handle = service.admit(answer.asked, prompts)
+    def __init__(self, service: Service, writer: ResponseWriter, prompts: Sequence[tuple[int, ...]]) -> None:
+        self.service, self.writer = service, writer
+        self.handle = service.admit(writer.asked, prompts)
         self.done: dict[int, Finished] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handle = self.handle
         watch = asyncio.create_task(_watch(receive, handle))
         try:
-            if self.answer.asked.stream:
+            if self.writer.asked.stream:
                 await self._send_chunks(send)
             else:
                 await self._send_whole(send)
@@ -134,8 +122,9 @@ class StreamingResponse:
             await self._events()
         if self.handle.left:
             return
-        self._raise_failure()
-        body = self.answer.whole(self.done)
+        if self.handle.failed is not None:
+            raise self.handle.failed
+        body = self.writer.whole(self.done)
         await self._start(send, _JSON, (b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.body", "body": body})
 
@@ -143,7 +132,8 @@ class StreamingResponse:
         """The status is sent with the first chunk, so that a failure before it has a status of its own."""
         begun = False
         while not self._over():
-            body = await self._events()
+            drawn = await self._events()
+            body = b"".join(self.writer.chunk(choice, d, self.done.get(choice)) for choice, d in drawn.items())
             if body and not self.handle.left:
                 if not begun:
                     await self._start(send, *_EVENTS)
@@ -151,51 +141,38 @@ class StreamingResponse:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         if self.handle.left:
             return
-        if not begun:
-            self._raise_failure()
         failure = self.handle.failed
-        last = self.answer.last_chunks(self.done) if failure is None else event(failure.body)
+        if failure is not None and not begun:
+            raise failure
+        last = self.writer.last_chunks(self.done) if failure is None else event(failure.body)
         await send({"type": "http.response.body", "body": last})
 
     def _over(self) -> bool:
         handle = self.handle
         return handle.left or handle.failed is not None or len(self.done) == handle.choices
 
-    def _raise_failure(self) -> None:
-        if self.handle.failed is not None:
-            raise self.handle.failed
-
-    async def _events(self) -> bytes:
-        """Waits for news of the engine; returns the chunks that they make in a stream."""
+    async def _events(self) -> dict[int, list[Drawn]]:
+        """Wait for the engine; returns the new tokens of each choice, and adds finished choices to `done`."""
         handle = self.handle
         await handle.wake.wait()
         handle.wake.clear()
-        if not handle.streaming:
-            for choice, what in handle.events:
-                assert isinstance(what, Finished)
-                self.done[choice] = what
-            handle.events.clear()
-            return b""
         drawn: dict[int, list[Drawn]] = {}
-        ended: dict[int, Finished] = {}
         for choice, what in handle.events:
+            tokens = drawn.setdefault(choice, [])
             if isinstance(what, Finished):
-                ended[choice] = what
-                drawn.setdefault(choice, [])
+                self.done[choice] = what
             else:
-                drawn.setdefault(choice, []).append(what)
+                tokens.append(what)
         handle.events.clear()
-        chunks = [self.answer.chunk(choice, tokens, ended.get(choice)) for choice, tokens in drawn.items()]
-        self.done |= ended
-        return b"".join(chunks)
+        return drawn
 
     async def _start(self, send: Send, *fields: tuple[bytes, bytes]) -> None:
-        headers = [*fields, (b"x-request-id", self.answer.id.encode())]
+        headers = [*fields, (b"x-request-id", self.writer.id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def _watch(receive: Receive, handle: RequestHandle) -> None:
-    """Notices the client hanging up."""
+    """Mark the request as left when its client hangs up."""
     while (await receive())["type"] != "http.disconnect":
         pass
     handle.left = True

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole, or as a stream of chunks. Beside OpenAI's fields there are
+"""Response bodies in OpenAI's form, whole or as a stream of chunks. Fields beside OpenAI's:
 
 seed             of the request, drawn by the server when the request has none (top level)
 weight_versions  of each choice: [{version, start, end}], which revision sampled its tokens [start, end)
@@ -37,8 +37,8 @@ class TokenNames:
         return name
 
 
-class AnswerWriter:
-    """What one request is answered with."""
+class ResponseWriter:
+    """Writes the response to one request."""
 
     def __init__(
         self,
@@ -64,27 +64,27 @@ class AnswerWriter:
     # -- whole ----------------------------------------------------------------------------------------------------
 
     def whole(self, done: dict[int, Finished]) -> bytes:
-        """The body, given every choice."""
+        """The body of a response that is not streamed; done: all choices."""
         choices = [self._choice(index, done[index]) for index in range(len(done))]
         return to_json({**self.head, "choices": choices, "usage": self.usage(done)})
 
     def _choice(self, index: int, done: Finished) -> dict[str, Any]:
         sampled = done.sampled
-        choice: dict[str, Any] = {"index": index}
-        if self.asked.chat:
-            choice["message"] = {"role": "assistant", "content": sampled.text}
-        else:
-            choice["text"] = sampled.text
-        logprobs = None
-        if self.asked.logprobs:
-            top = done.top or [[]] * len(sampled.token_ids)
-            drawn = [Drawn(*one) for one in zip(sampled.token_ids, sampled.logprobs, top, strict=True)]
-            logprobs = self.logprobs(drawn, 0)[0]
-        choice |= {"logprobs": logprobs, "finish_reason": sampled.finish_reason, **self.versions(sampled)}
+        top = done.top or [[]] * len(sampled.token_ids)
+        drawn = [Drawn(*one) for one in zip(sampled.token_ids, sampled.logprobs, top, strict=True)]
+        message = {"role": "assistant", "content": sampled.text}
+        text = {"message": message} if self.asked.chat else {"text": sampled.text}
+        logprobs = self.logprobs(drawn, 0)[0] if self.asked.logprobs else None
+        return {"index": index, **text, "logprobs": logprobs, **self.rest(index, drawn, done, True)}
+
+    def rest(self, index: int, drawn: Sequence[Drawn], done: Finished | None, first: bool) -> dict[str, Any]:
+        """The fields that whole choices and chunks share; first: whether the prompt's ids belong to this chunk."""
+        fields: dict[str, Any] = {"finish_reason": done.sampled.finish_reason if done else None}
         if self.asked.return_token_ids:
-            choice["token_ids"] = sampled.token_ids
-            choice["prompt_token_ids"] = self.prompt(index)
-        return choice
+            fields["token_ids"] = [d.token for d in drawn]
+            if first:
+                fields["prompt_token_ids"] = self.prompt(index)
+        return fields | (self.versions(done.sampled) if done else {})
 
     def prompt(self, index: int) -> tuple[int, ...]:
         return self.prompts[index // self.asked.n]
@@ -104,7 +104,7 @@ class AnswerWriter:
     # -- in chunks ------------------------------------------------------------------------------------------------
 
     def chunk(self, index: int, drawn: Sequence[Drawn], done: Finished | None) -> bytes:
-        """What further tokens of a choice, and perhaps its end, bring; empty when there is nothing to say yet."""
+        """The chunk of further tokens of a choice, and perhaps its end; empty while all its text is held back."""
         stream = self._streams.get(index)
         if stream is None:
             stream = self._streams[index] = _ChoiceStream(self, index)
@@ -119,7 +119,7 @@ class AnswerWriter:
     # -- log-probabilities ----------------------------------------------------------------------------------------
 
     def logprobs(self, drawn: Sequence[Drawn], offset: int) -> tuple[dict[str, Any], int]:
-        """The block of a choice, and where in its text the next token begins."""
+        """The logprobs block of these tokens, and where in the text the next token begins."""
         if self.asked.chat:
             content = [
                 {
@@ -148,7 +148,7 @@ class AnswerWriter:
         }, offset
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.asked.name_tokens_by_id else self.names(token)
+        return f"token_id:{token}" if self.asked.return_tokens_as_token_ids else self.names(token)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         name = self.names(token)
@@ -156,16 +156,16 @@ class AnswerWriter:
 
 
 class _ChoiceStream:
-    """One choice, growing."""
+    """The chunks of one choice, and how much of its text was sent."""
 
-    def __init__(self, answer: AnswerWriter, index: int) -> None:
-        self.answer, self.index = answer, index
-        self.text = TextStream(answer.names.tokenizer, answer.asked.stop)
+    def __init__(self, writer: ResponseWriter, index: int) -> None:
+        self.writer, self.index = writer, index
+        self.text = TextStream(writer.names.tokenizer, writer.asked.stop)
         self.offset = 0
         self.begun = False
 
     def next(self, drawn: Sequence[Drawn], done: Finished | None) -> dict[str, Any] | None:
-        asked = self.answer.asked
+        asked = self.writer.asked
         if done is None:
             text = self.text.push([d.token for d in drawn])
             if not text and not asked.return_token_ids and not asked.logprobs:
@@ -180,14 +180,8 @@ class _ChoiceStream:
             choice["text"] = text
         choice["logprobs"] = None
         if asked.logprobs and drawn:
-            choice["logprobs"], self.offset = self.answer.logprobs(drawn, self.offset)
-        choice["finish_reason"] = done.sampled.finish_reason if done else None
-        if asked.return_token_ids:
-            choice["token_ids"] = [d.token for d in drawn]
-            if not self.begun:
-                choice["prompt_token_ids"] = self.answer.prompt(self.index)
-        if done:
-            choice |= self.answer.versions(done.sampled)
+            choice["logprobs"], self.offset = self.writer.logprobs(drawn, self.offset)
+        choice |= self.writer.rest(self.index, drawn, done, not self.begun)
         self.begun = True
         return choice
 
