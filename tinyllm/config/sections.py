@@ -17,21 +17,17 @@ def opt(
     default: Any,
     help: str,
     *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
     may_be_empty: bool = False,
     place: bool = False,
     short: str = "",
     shown: str = "",
+    **bounds: float,
 ) -> Any:
-    """A dataclass field with its one-line description and bounds (of every element, when it is a tuple).
+    """A dataclass field with its one-line description and bounds (ge, gt, le, lt; of every element of a tuple).
 
     may_be_empty: "" is a value, and no slip of the shell. Of a command's own arguments: place, it is told by its place
     instead of its name (a default of ... must be given); short, another name of one letter; shown, its value in help.
     """
-    bounds = {name: value for name, value in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if value is not None}
     metadata = {"help": help, "bounds": bounds, "may_be_empty": may_be_empty}
     metadata |= {"place": place, "short": short, "shown": shown}
     if default is ...:
