@@ -41,7 +41,7 @@ def overview(commands: Mapping[str, Command]) -> str:
             table(rows, indent=2),
             "",
             bold("Examples"),
-            "  tinyllm grpo                          the bundled model on arithmetic, about ten minutes on two cores",
+            "  tinyllm grpo                          the bundled model on arithmetic: ten minutes on two cores",
             *(f"  {example}" for example in examples[:3]),
             "",
             "Each command explains itself: tinyllm COMMAND --help",
@@ -57,7 +57,7 @@ def command_help(name: str, command: Command) -> str:
     if command.kind is not None:
         usage += " [--section.option VALUE ...]"
     lines = [textwrap.fill(command.about, width()), "", f"  {usage}", f"  example: {command.example}"]
-    lines += ["", *_filled(command.more)] if command.more else []
+    lines += ["", *(filled for line in command.more.splitlines() for filled in textwrap.wrap(line, width()))]
     rows = [row for option in known.values() for row in _own_row(option)]
     lines += ["", table(rows, indent=2)] if rows else []
     if command.kind is None:
@@ -71,15 +71,6 @@ def command_help(name: str, command: Command) -> str:
         "A TOML file has the same sections and names; the command line wins over it."
     )
     return "\n".join([*lines, "", textwrap.fill(told, width()), *option_lines(command.kind)])
-
-
-def _filled(text: str) -> list[str]:
-    """Lines as they are; a longer one is wrapped to the terminal."""
-    return [
-        part
-        for line in text.splitlines()
-        for part in ([line] if len(line) <= width() else textwrap.wrap(line, width()))
-    ]
 
 
 def _place(option: Option) -> str:
@@ -108,7 +99,7 @@ def option_lines(kind: Any) -> list[str]:
     for name, option in options(kind).items():
         part, _, leaf = name.rpartition(".")
         if part != section:
-            lines += [table(rows, indent=2, widths=WIDTHS)] if rows else []
+            lines += [table(rows, indent=2)] if rows else []
             title = part or "general"
             heading = textwrap.fill(f"{title}  {_section_help(kind, part)}", width(), subsequent_indent="  ")
             lines += ["", bold(title) + heading.removeprefix(title)]
@@ -116,10 +107,7 @@ def option_lines(kind: Any) -> list[str]:
         what = describe_type(option.type)
         telling = "|" in what or (option.default is None and what != "text")
         rows.append((leaf, to_text(option.default), option.help + (f" ({what})" if telling else "")))
-    return [*lines, table(rows, indent=2, widths=WIDTHS)]
-
-
-WIDTHS = (22, 21)
+    return [*lines, table(rows, indent=2)]
 
 
 def _section_help(kind: Any, section: str) -> str:

@@ -147,7 +147,7 @@ _AXES: Any = make_dataclass(
 
 @dataclass(frozen=True)
 class ObjectiveConfig(_AXES):
-    """What is minimized: a preset, and one option for each axis in which the run differs from it (axes.py)."""
+    """What is minimized: a preset, and one option for each axis in which the run differs (docs/objectives.md)."""
 
     preset: PresetName | None = opt(None, "row of the table of objectives; not set = grpo with beta = 0")
 
