@@ -72,12 +72,11 @@ def _numeric() -> list[MachineCheck]:
     """Whether a row's numbers depend on what is computed beside it; if not, sampler and trainer agree bit for bit."""
     from tinyllm.engine.probe import probe
 
-    return [
-        MachineCheck(
-            "ok" if same else "note", name.replace("_", " "), f"{'same' if same else 'other'} bits: {what}", fix
-        )
-        for name, (same, what, fix) in probe().items()
-    ]
+    found = []
+    for name, (same, what, remedy) in probe().items():
+        told = f"{'same' if same else 'other'} bits: {what}"
+        found.append(MachineCheck("ok" if same else "note", name.replace("_", " "), told, remedy))
+    return found
 
 
 def _memory() -> MachineCheck:

@@ -57,7 +57,8 @@ def command_help(name: str, command: Command) -> str:
     if command.kind is not None:
         usage += " [--section.option VALUE ...]"
     lines = [textwrap.fill(command.about, width()), "", f"  {usage}", f"  example: {command.example}"]
-    lines += ["", *(filled for line in command.more.splitlines() for filled in textwrap.wrap(line, width()))]
+    if command.more:
+        lines += ["", *(part for line in command.more.splitlines() for part in textwrap.wrap(line, width()) or [""])]
     rows = [row for option in known.values() for row in _own_row(option)]
     lines += ["", table(rows, indent=2)] if rows else []
     if command.kind is None:
