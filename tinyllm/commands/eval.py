@@ -1,4 +1,4 @@
-"""`tinyllm eval`: words to an evaluation. Help and mistakes in options answer at once, without torch."""
+"""`tinyllm eval`: evaluate models. Mistakes in options are told before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the command line speaks: help, tables, widths."""
+"""The text of help: usage, options with their defaults, tables that fit the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Command:
     kind: Any = None
     """The configuration whose options it takes too."""
     more: str = ""
-    """Said in its help, below what it does."""
+    """A part of its help, below the usage: forms of the command, or what its arguments mean."""
 
 
 def overview(commands: Mapping[str, Command]) -> str:
@@ -80,7 +80,7 @@ def _place(option: Option) -> str:
 
 
 def _own_row(option: Option) -> list[tuple[str, str]]:
-    """What is typed, and what it means with its default."""
+    """One row of help: what is typed; what the argument means, with its default."""
     what = describe_type(option.type)
     typed = option.name
     if not option.place and plain_type(option.type)[0] is not bool:

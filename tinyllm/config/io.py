@@ -108,7 +108,7 @@ def _replace(base: Any, flat: Mapping[str, Any]) -> Any:
 
 
 def check(config: Any) -> None:
-    """Every value against its type and bounds, then values against each other. Raises ConfigError."""
+    """Check every value against its type and bounds, then options against each other. Raises ConfigError."""
     for name, option in options(type(config)).items():
         coerce(option, attrgetter(name)(config))
     if isinstance(config, GRPOConfig | SFTConfig | DPOConfig):

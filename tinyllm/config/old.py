@@ -1,7 +1,7 @@
 """Options of earlier versions: where each went, and the configurations of runs that were recorded with them.
 
-What a user writes is not translated: the error says how it is written now. What a run recorded is: `upgrade` makes the
-configuration of an old manifest one of today that means the same, so that old runs replay, resume and compare.
+An old option that a user writes is refused, and the error says what to write now. An old manifest is translated:
+`upgrade` makes its configuration one of this version that means the same, so that old runs replay, resume and compare.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MOVED: Mapping[str, Moved] = {
     "train.max_bad_steps": Moved("stop.bad_steps", "the same number"),
     "run.samples_shown": Moved(None, "two completions are shown at each step"),
 }
-"""Options of earlier versions. A name that no command ever had is not here: it gets the nearest one."""
+"""Options of earlier versions. For any other unknown name the error suggests the nearest option."""
 
 
 # Recorded configurations

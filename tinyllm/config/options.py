@@ -1,4 +1,4 @@
-"""The options of a configuration: their names, types, bounds and texts; a value typed or read becomes a checked one.
+"""The options of a configuration: names, types, bounds, help; and how a value that is typed or read is checked.
 
 A mistake raises ConfigError in one line: the field, the value, and the remedy.
 """
@@ -34,7 +34,7 @@ class Option:
     """Dotted, as in sampling.group_size; of a command's own arguments as typed: --max-batch."""
     type: Any
     default: Any
-    """... where one must be given."""
+    """... where the user must give a value."""
     help: str = ""
     bounds: Mapping[str, float] = field(default_factory=dict)
     may_be_empty: bool = True
@@ -43,7 +43,7 @@ class Option:
     shown: str = ""
 
     def told(self, value: Any) -> str:
-        """The option with a value, as it stands in a message."""
+        """The option with a value, as an error message has them."""
         return f"{self.name} {to_text(value)}" if self.name.startswith("-") else f"{self.name} = {show_value(value)}"
 
 
@@ -224,7 +224,7 @@ def _check_bounds(option: Option, value: Any) -> None:
 
 
 def show_value(value: Any) -> str:
-    """A value as it stands in a message: text in quotes, lists in brackets."""
+    """A value as an error message has it: text in quotes, lists in brackets."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""The command line: words to a record of a command's own arguments, and to options of a configuration.
+"""The words of a command line as a record of the command's own arguments, and as options of a configuration.
 
     tinyllm eval a b --task arithmetic --samples 4 -o out
-                 ^^^ own, by place     ^^^ options of SuiteConfig, by name
+                 ^^^ own, positional   ^^^ options of SuiteConfig, by name
 
 Both are fields of frozen dataclasses (sections.opt), read and checked by options.py. Every command is parsed here.
 """
@@ -30,7 +30,7 @@ from tinyllm.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class NoArguments:
-    """Of a command that has none of its own."""
+    """The arguments of a command that has none of its own."""
 
 
 Own = TypeVar("Own")
@@ -38,7 +38,7 @@ _LOOKS_LIKE_AN_OPTION = re.compile(r"--|-[a-zA-Z]$")
 
 
 def own_options(own: type[Any]) -> dict[str, Option]:
-    """A command's own arguments by field, under the names they are typed by: --max-batch, or MODEL by place."""
+    """A command's own arguments by field, under the names that help has: --max-batch, or MODEL (positional)."""
     named = {}
     for name, option in options(own).items():
         typed = option.shown or name.upper() if option.place else "--" + name.replace("_", "-")
