@@ -60,7 +60,7 @@ def data_source(value: Any) -> dict[str, Any]:
     return {"data.file": value, "data.dataset": None} if is_file else {"data.file": None, "data.dataset": value}
 
 
-def flatten(nested: Mapping[str, Any], kind: Any = GRPOConfig, *, loose: bool = False) -> dict[str, Any]:
+def flatten(nested: Mapping[str, Any], kind: Any, *, loose: bool = False) -> dict[str, Any]:
     """A nested mapping (a TOML file) as dotted name -> value. Unknown keys raise ConfigError naming the nearest one.
 
     With loose, names at the top may be short names, or leave out their section.

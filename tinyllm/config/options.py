@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from tinyllm.config.old import MOVED
-from tinyllm.config.sections import SHORTCUTS, GRPOConfig
+from tinyllm.config.sections import SHORTCUTS
 from tinyllm.errors import ConfigError, closest, nearest
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -47,9 +47,13 @@ class Option:
         return f"{self.name} {to_text(value)}" if self.name.startswith("-") else f"{self.name} = {show_value(value)}"
 
 
-@cache
 def options(kind: Any) -> dict[str, Option]:
     """All leaves of a dataclass by dotted name, in the order of the source."""
+    return _options(kind)
+
+
+@cache  # behind a function, since mypy does not take type[Any] for hashable
+def _options(kind: Any) -> dict[str, Option]:
     return _leaves(kind, None, "")
 
 
@@ -76,7 +80,7 @@ def _default(item: Field[Any]) -> Any:
 # Names
 
 
-def resolve_name(name: str, kind: Any = GRPOConfig) -> str:
+def resolve_name(name: str, kind: Any) -> str:
     """The dotted name of an option: dashes count as underscores, and the section may be left out where one fits.
 
     Raises ConfigError with the nearest valid name.
