@@ -71,18 +71,13 @@ def _quantities(folder: Path, result: Mapping[str, Any]) -> Iterator[Finding]:
         band = f"{said['value']:.4g} [{said['low']:.4g}, {said['high']:.4g}]"
         yield Finding(inside and said == again[name], name.replace("_", " "), f"{band}, as the record says")
     steps = RunDir.read(folder / "4-grpo").metrics("train")
-    missing = [row["step"] for row in steps if row["reward_mean"] is None or row["clip_fraction_low"] is None]
-    missing = [step for step in missing if not _without_signal(steps, step)]
+    live = [row for row in steps if row["zero_advantage"] != 1.0]  # a step without signal has no ratio to clip
+    missing = [row["step"] for row in live if row["reward_mean"] is None or row["clip_fraction_low"] is None]
     yield Finding(not missing, "logged in every step", f"{len(steps)} steps" + (f", but {missing}" if missing else ""))
 
 
-def _without_signal(steps: list[dict[str, Any]], step: int) -> bool:
-    """A step whose groups all agree has no ratio to clip."""
-    return any(row["step"] == step and row["zero_advantage"] == 1.0 for row in steps)
-
-
 def _answers(folder: Path, suite: str, name: str) -> list[measure.Answers]:
-    """What one model answered, from the record."""
+    """The recorded answers of one model."""
     path = folder / "evals" / suite / "rollouts" / f"{ANSWERED.index(name) + 1}.parquet"
     return [measure.answers_of(group, group.prompt.id) for group in read_table(path).groups]
 

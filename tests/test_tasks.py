@@ -127,7 +127,7 @@ def test_arithmetic_takes_its_settings_behind_its_name(tokenizer):
     [
         ("operand=1|9", "'arithmetic' has no setting 'operand'; did you mean 'operands'?"),
         ("operands", "'operands' is not key=value; write arithmetic:key=value"),
-        ("operands=1", "arithmetic.operands = [1]: expected whole number,whole number"),
+        ("operands=1", 'arithmetic.operands = "1": expected whole number,whole number'),
         ("operands=1|x", 'arithmetic.operands = "1|x": expected whole number,whole number'),
         ("operands=-1|9", "arithmetic.operands = -1: must be at least 0; set it to [1, 20], the default"),
         ("held_out=0", "arithmetic.held_out = 0: must be at least 1"),

@@ -32,37 +32,35 @@ def grpo(
     reward: a reward function, or "module:function". callbacks: default is the progress display.
     Raises the errors of tinyllm.errors, whose messages name the option, its value and the remedy.
     """
-    from tinyllm.config.io import make_config
-    from tinyllm.post import run
-    from tinyllm.view.callbacks import run_callbacks
+    from tinyllm.config.sections import GRPOConfig
 
     if isinstance(reward, str):
-        options["reward"] = reward
-        reward = None
-    resolved = make_config(config, **options)
-    return run.train(resolved, reward=reward, callbacks=run_callbacks(callbacks))
+        options["reward"], reward = reward, None
+    return _train(config or GRPOConfig(), reward, callbacks, options)
 
 
 def sft(config: SFTConfig | None = None, *, callbacks: Sequence[Callback] | None = None, **options: Any) -> RunResult:
     """Supervised fine-tuning on completions that are given. The same as `tinyllm sft`, from Python; see grpo."""
     from tinyllm.config.sections import SFTConfig
 
-    return _on_examples(config or SFTConfig(), callbacks, options)
+    return _train(config or SFTConfig(), None, callbacks, options)
 
 
 def dpo(config: DPOConfig | None = None, *, callbacks: Sequence[Callback] | None = None, **options: Any) -> RunResult:
     """Direct Preference Optimization on pairs. The same as `tinyllm dpo`, from Python; see grpo."""
     from tinyllm.config.sections import DPOConfig
 
-    return _on_examples(config or DPOConfig(), callbacks, options)
+    return _train(config or DPOConfig(), None, callbacks, options)
 
 
-def _on_examples(config: Any, callbacks: Sequence[Callback] | None, options: dict[str, Any]) -> RunResult:
+def _train(
+    config: Any, reward: Callable[..., Any] | None, callbacks: Sequence[Callback] | None, options: dict[str, Any]
+) -> RunResult:
     from tinyllm.config.io import make_config
     from tinyllm.post import run
     from tinyllm.view.callbacks import run_callbacks
 
-    return run.train(make_config(config, **options), callbacks=run_callbacks(callbacks))
+    return run.train(make_config(config, **options), reward=reward, callbacks=run_callbacks(callbacks))
 
 
 def resume(

@@ -1,4 +1,4 @@
-"""What each command takes beside the options of a configuration. One line per argument: default, meaning, bounds."""
+"""The arguments of each command, besides the options of a configuration. One line each: default, meaning, bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILE, _RUN, _N, _X = "FILE", "RUN", "N", "X"
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """Of grpo, sft and dpo."""
+    """Arguments of `tinyllm grpo`, `sft` and `dpo`."""
 
     config: str | None = opt(None, "options from a file; the command line wins over it", shown="FILE.toml")
     resume: str | None = opt(None, "go on with this run, with its own options", shown=_RUN)
@@ -20,7 +20,7 @@ class TrainArguments:
 
 @dataclass(frozen=True)
 class EvalArguments:
-    """Of eval."""
+    """Arguments of `tinyllm eval`."""
 
     models: tuple[str, ...] = opt((), "what to evaluate; see above", place=True, shown="MODEL_OR_RUN")
     task: tuple[str, ...] = opt((), "a task to evaluate on; may be given again", shown="NAME")
@@ -31,7 +31,7 @@ class EvalArguments:
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Of report."""
+    """Arguments of `tinyllm report`."""
 
     run: str = opt(..., "run directory", place=True)
     other: str | None = opt(None, "a second run directory, to compare with", place=True)
@@ -40,14 +40,14 @@ class ReportArguments:
 
 @dataclass(frozen=True)
 class RunsArguments:
-    """Of runs."""
+    """Arguments of `tinyllm runs`."""
 
     folder: str = opt("runs", "folder of run directories", place=True)
 
 
 @dataclass(frozen=True)
 class ShowArguments:
-    """Of show."""
+    """Arguments of `tinyllm show`."""
 
     run: str = opt(..., "run directory", place=True)
     step: int | None = opt(None, "show the rollouts of this step instead", shown=_N)
@@ -55,7 +55,7 @@ class ShowArguments:
 
 @dataclass(frozen=True)
 class DiffArguments:
-    """Of diff."""
+    """Arguments of `tinyllm diff`."""
 
     first: str = opt(..., "run directory", place=True)
     second: str = opt(..., "run directory", place=True)
@@ -63,7 +63,7 @@ class DiffArguments:
 
 @dataclass(frozen=True)
 class ReplayArguments:
-    """Of replay."""
+    """Arguments of `tinyllm replay`."""
 
     run: str = opt(..., "run directory", place=True)
     steps: str | None = opt(None, "only these steps, from the nearest checkpoint before them", shown="A:B")
@@ -75,7 +75,7 @@ class ReplayArguments:
 
 @dataclass(frozen=True)
 class CapstoneArguments:
-    """Of capstone."""
+    """Arguments of `tinyllm capstone`."""
 
     model: str = opt("smollm2-135m-instruct", "where to start")
     seed: int = opt(0, "seed of rows, order and sampling", ge=0)
@@ -85,7 +85,7 @@ class CapstoneArguments:
 
 @dataclass(frozen=True)
 class VerifierArguments:
-    """What score and probe share."""
+    """Arguments that `tinyllm score` and `probe` share."""
 
     verifier: tuple[str, ...] = opt(
         (), "a verifier (math:rule=boxed) or module:function; may be given again", shown="SPEC"
@@ -99,7 +99,7 @@ class VerifierArguments:
 
 @dataclass(frozen=True)
 class ScoreArguments(VerifierArguments):
-    """Of score."""
+    """Arguments of `tinyllm score`."""
 
     file: str | None = opt(None, ".jsonl or .parquet; one row per completion", place=True)
     explain: bool = opt(False, "one line per row: verdict, answer, and why")
@@ -108,7 +108,7 @@ class ScoreArguments(VerifierArguments):
 
 @dataclass(frozen=True)
 class ProbeArguments(VerifierArguments):
-    """Of probe."""
+    """Arguments of `tinyllm probe`."""
 
     data: str | None = opt(None, ".jsonl or .parquet with task rows; not set = the arithmetic task", shown=_FILE)
     rows: int = opt(20, "rows to attack", ge=1, shown=_N)
@@ -116,7 +116,7 @@ class ProbeArguments(VerifierArguments):
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """Of serve."""
+    """Arguments of `tinyllm serve`."""
 
     model: str = opt(..., "bundled name, folder, hub id, RUN, RUN@best, or RUN@20 (a checkpoint)", place=True)
     host: str = opt("127.0.0.1", "address to listen on; others than loopback need an API key", may_be_empty=True)
@@ -142,7 +142,7 @@ class ServeArguments:
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Of plan."""
+    """Arguments of `tinyllm plan`."""
 
     gpus: int = opt(1, "devices in all: GPUs, or whole CPUs of machines", ge=1, shown=_N)
     engine_gpus: int = opt(0, "of these, devices of engines; 0 = the trainers sample themselves", ge=0, shown=_N)
@@ -174,7 +174,7 @@ class PlanArguments:
     json: bool = opt(False, "print the plan as JSON")
 
 
-# What their help says besides
+# Forms and explanations in their help
 
 EVAL_USAGE = """\
   tinyllm eval MODEL_OR_RUN ... [--task NAME ...] [--samples K] [-o DIR]

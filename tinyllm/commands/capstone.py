@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from tinyllm.capstone.outcome import evaluate_stages, summary_lines, write_page
 from tinyllm.capstone.rows import write_rows
 from tinyllm.capstone.stages import CapstonePlan, run_stages, stages
+from tinyllm.commands.arguments import CapstoneArguments
 from tinyllm.errors import RunError
 from tinyllm.record.files import read_json, write_errors, write_json
 from tinyllm.record.rundir import new_run_path
 from tinyllm.view.callbacks import run_callbacks
 from tinyllm.view.progress import ReplayProgress
+
+
+def main(given: CapstoneArguments, options: Mapping[str, Any]) -> int:
+    """Run the command and return its exit code. Raises the errors of errors.py."""
+    capstone(CapstonePlan(model=given.model, seed=given.seed, threads=given.threads), given.out)
+    return 0
 
 
 def capstone(plan: CapstonePlan, out: str | Path | None = None) -> Path:

@@ -5,11 +5,11 @@ Help, errors of the configuration, `runs`, `show` and `diff` do without torch, s
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -183,19 +183,6 @@ def _tasks(given: NoArguments, options: Options) -> int:
     return 0
 
 
-def _doctor(given: NoArguments, options: Options) -> int:
-    from tinyllm.commands.doctor import examine
-
-    findings = examine()
-    for finding in findings:
-        print(table([(finding.mark, finding.name, finding.detail)], widths=(4, 26)))
-        if finding.remedy:
-            print(textwrap.fill(f"→ {finding.remedy}", width(), initial_indent=" " * 34, subsequent_indent=" " * 36))
-    broken = [finding for finding in findings if finding.mark == "FAIL"]
-    print(f"\n{len(broken)} of {len(findings)} checks failed" if broken else "\nready")
-    return 1 if broken else 0
-
-
 def _report(given: ReportArguments, options: Options) -> int:
     from tinyllm.record.rundir import RunDir
 
@@ -294,42 +281,14 @@ def _replay_lines(result: Any, given: ReplayArguments) -> list[str]:
     return [*lines, f"{count} steps, {what}" + (", sampled again too" if given.sample else "")]
 
 
-def _capstone(given: CapstoneArguments, options: Options) -> int:
-    from tinyllm.capstone.stages import CapstonePlan
-    from tinyllm.commands.capstone import capstone
+def _imported(name: str) -> Callable[[Any, Options], int]:
+    """The function "module:function" of this package, imported only when the command is run."""
+    module, _, function = name.partition(":")
 
-    capstone(CapstonePlan(model=given.model, seed=given.seed, threads=given.threads), given.out)
-    return 0
+    def run(given: Any, options: Options) -> int:
+        return getattr(importlib.import_module(f"tinyllm.commands.{module}"), function)(given, options)
 
-
-def _score(given: ScoreArguments, options: Options) -> int:
-    from tinyllm.commands.score import main as run
-
-    return run(given, options)
-
-
-def _probe(given: ProbeArguments, options: Options) -> int:
-    from tinyllm.commands.score import probe_main as run
-
-    return run(given, options)
-
-
-def _eval(given: EvalArguments, options: Options) -> int:
-    from tinyllm.commands.eval import main as run
-
-    return run(given, options)
-
-
-def _serve(given: ServeArguments, options: Options) -> int:
-    from tinyllm.commands.serve import main as run
-
-    return run(given, options)
-
-
-def _plan(given: PlanArguments, options: Options) -> int:
-    from tinyllm.commands.plan import main as run
-
-    return run(given, options)
+    return run
 
 
 COMMANDS = {
@@ -357,7 +316,7 @@ COMMANDS = {
     "eval": Command(
         "Evaluate models on a frozen suite: accuracy with intervals, paired comparisons.",
         "tinyllm eval smollm2-135m-instruct RUN --task arithmetic",
-        _eval,
+        _imported("eval:main"),
         EvalArguments,
         SuiteConfig,
         EVAL_USAGE,
@@ -365,19 +324,19 @@ COMMANDS = {
     "serve": Command(
         "Serve a model over HTTP, as OpenAI's API: token ids, log-probabilities, seeds, weight updates.",
         "tinyllm serve smollm2-135m-instruct --port 8000",
-        _serve,
+        _imported("serve:main"),
         ServeArguments,
     ),
     "capstone": Command(
         "Take the bundled model from base over SFT and DPO to GRPO, evaluate every stage, write one report.",
         "tinyllm capstone --seed 0",
-        _capstone,
+        _imported("capstone:main"),
         CapstoneArguments,
     ),
     "plan": Command(
         "Work out memory and step time of a configuration on a number of GPUs, hop by hop, before it runs.",
         "tinyllm plan --model MODEL --gpus 8 --run RUN",
-        _plan,
+        _imported("plan:main"),
         PlanArguments,
         GRPOConfig,
         PLAN_USAGE,
@@ -385,7 +344,10 @@ COMMANDS = {
     "models": Command("List the models that come with tinyllm.", "tinyllm models", _models, NoArguments),
     "tasks": Command("List the tasks and data recipes.", "tinyllm tasks", _tasks, NoArguments),
     "doctor": Command(
-        "Check this machine: numeric properties, memory, packages.", "tinyllm doctor", _doctor, NoArguments
+        "Check this machine: numeric properties, memory, packages.",
+        "tinyllm doctor",
+        _imported("doctor:main"),
+        NoArguments,
     ),
     "runs": Command("List the runs in a folder, with their results.", "tinyllm runs runs/", _runs, RunsArguments),
     "show": Command(
@@ -409,13 +371,13 @@ COMMANDS = {
     "score": Command(
         "Score completions in a file with a verifier.",
         "tinyllm score FILE.jsonl --verifier arithmetic --explain",
-        _score,
+        _imported("score:main"),
         ScoreArguments,
     ),
     "probe": Command(
         "Attack a verifier, before training does.",
         "tinyllm probe --verifier arithmetic --data rows.jsonl",
-        _probe,
+        _imported("score:probe_main"),
         ProbeArguments,
     ),
 }

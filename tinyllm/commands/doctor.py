@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tinyllm.commands.text import table, width
+from tinyllm.config.words import NoArguments
 from tinyllm.errors import EXTRAS, is_installed
 
 
@@ -18,6 +23,18 @@ class MachineCheck:
     name: str
     detail: str
     remedy: str = ""
+
+
+def main(given: NoArguments, options: Mapping[str, Any]) -> int:
+    """Print every check, and return 1 when one failed."""
+    checks = examine()
+    for check in checks:
+        print(table([(check.mark, check.name, check.detail)], widths=(4, 16)))
+        if check.remedy:
+            print(textwrap.fill(f"→ {check.remedy}", width(), initial_indent=" " * 24, subsequent_indent=" " * 26))
+    broken = sum(check.mark == "FAIL" for check in checks)
+    print(f"\n{broken} of {len(checks)} checks failed" if broken else "\nready: start with `tinyllm grpo`")
+    return 1 if broken else 0
 
 
 NEED_GIB = 4.0
@@ -52,12 +69,14 @@ def _processor() -> list[MachineCheck]:
 
 
 def _numeric() -> list[MachineCheck]:
+    """Whether a row's numbers depend on what is computed beside it; if not, sampler and trainer agree bit for bit."""
     from tinyllm.engine.probe import probe
 
-    return [
-        MachineCheck("ok" if good else "note", name.replace("_", " "), detail, "" if good else remedy)
-        for name, (good, detail, remedy) in probe().items()
-    ]
+    found = []
+    for name, (same, what, remedy) in probe().items():
+        told = f"{'same' if same else 'other'} bits: {what}"
+        found.append(MachineCheck("ok" if same else "note", name.replace("_", " "), told, remedy))
+    return found
 
 
 def _memory() -> MachineCheck:
@@ -94,12 +113,10 @@ def _model() -> MachineCheck:
 
 
 def _extras() -> list[MachineCheck]:
-    found = []
-    for extra, modules in EXTRAS.items():
-        missing = [name for name in modules if not is_installed(name)]
-        if missing:
-            detail = f"not installed: {', '.join(missing)}"
-            found.append(MachineCheck("note", f"extra: {extra}", detail, f"pip install 'tinyllm[{extra}]'"))
-        else:
-            found.append(MachineCheck("ok", f"extra: {extra}", "installed"))
+    lacking = {extra: [name for name in EXTRAS[extra] if not is_installed(name)] for extra in EXTRAS}
+    found = [MachineCheck("ok", "extras", ", ".join(extra for extra in EXTRAS if not lacking[extra]) or "none")]
+    for extra, names in lacking.items():
+        if names:
+            told = f"not installed: {', '.join(names)}"
+            found.append(MachineCheck("note", f"extra {extra}", told, f"pip install 'tinyllm[{extra}]'"))
     return found

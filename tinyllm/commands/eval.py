@@ -1,4 +1,4 @@
-"""`tinyllm eval`: words to an evaluation. Help and mistakes in options answer at once, without torch."""
+"""`tinyllm eval`: evaluate models. Mistakes in options are told before torch is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.commands.arguments import EvalArguments
-from tinyllm.config.io import flatten, overlay, shortcut
+from tinyllm.config.io import flat_keywords, overlay
 from tinyllm.config.options import split_list
 from tinyllm.errors import ConfigError
 from tinyllm.evals.config import SuiteConfig
@@ -63,13 +63,8 @@ def evaluate(
 
 
 def flat_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Python keywords as dotted name -> value: any option by its name, or a section; `data` is a file or a dataset."""
-    flat: dict[str, Any] = {}
-    for name, value in given.items():
-        if name == "task":
-            flat[name] = tuple(split_list(value)) if isinstance(value, str) else tuple(value)
-        elif name in ("data", "reward", "verifier") and not isinstance(value, Mapping):
-            flat |= shortcut("data" if name == "data" else "reward", value)
-        else:
-            flat |= flatten({name: value}, SuiteConfig, loose=True)
-    return flat
+    """Python keywords as options of SuiteConfig; `verifier` is another name of `reward`, and `task` may be "a,b"."""
+    known = {("reward" if name == "verifier" else name): value for name, value in given.items()}
+    if isinstance(known.get("task"), str):
+        known["task"] = split_list(known["task"])
+    return flat_keywords(known, SuiteConfig)

@@ -1,4 +1,4 @@
-"""`tinyllm plan`: words to a plan. Mistakes in options answer at once, without torch."""
+"""`tinyllm plan`: memory and seconds of a job. Mistakes in options are told before torch is imported."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,8 @@ def probe_main(given: ProbeArguments, options: Mapping[str, Any]) -> int:
         print(
             f"{len(rows) - len(usable)} of {len(rows)} rows fail their self-test; first: {next(filter(None, faults))}"
         )
-    judge = RewardJudge(make_parts(reward, None), reward.timeout_s, reward.workers)
-    try:
-        judge.prepare(list(usable[0][1]))
+    with _judge(reward, list(usable[0][1])) as judge:
         found = probe(judge, [_prompt(place, row) for place, row in usable], given.rows)
-    finally:
-        judge.close()
     for finding in found:
         mark = "PAYS" if finding.pays else "ok"
         print(
@@ -88,17 +85,13 @@ def score_file(file: str, reward: RewardConfig, columns: Mapping[str, str] | Non
     if not rows:
         raise DataError(f"{file} has no rows; nothing to score")
     texts = [_text(place, row) for place, row in rows]
-    judge = RewardJudge(make_parts(reward, None), reward.timeout_s, reward.workers)
-    try:
-        judge.prepare([column for column in rows[0][1] if column != "prompt"])
-        prompts = [_prompt(place, row) for place, row in rows]
-        completions = [
-            Completion(prompt.id, 0, 0, (), (), _finish(prompt.row), 0, Revision(0, "file"), text)
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
+    prompts = [_prompt(place, row) for place, row in rows]
+    completions = [
+        Completion(prompt.id, 0, 0, (), (), _finish(prompt.row), 0, Revision(0, "file"), text)
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    with _judge(reward, [column for column in rows[0][1] if column != "prompt"]) as judge:
         verdicts = judge(prompts, completions).verdicts
-    finally:
-        judge.close()
     return [
         Scored(place, row, text, verdict) for (place, row), text, verdict in zip(rows, texts, verdicts, strict=True)
     ]
@@ -108,7 +101,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     """Shares of 0, 1, other and unscored, and the mean with its 95% interval (of the share of 1, when all are 0 or
     1)."""
     values = [verdict.value for verdict in verdicts if verdict.value is not None]
-    reasons = Counter(_kind(verdict.reason or "") for verdict in verdicts if verdict.value is None)
+    reasons = Counter((verdict.reason or "")[:100] for verdict in verdicts if verdict.value is None)
     lines = [f"{len(verdicts)} rows: {values.count(1.0)} score 1, {values.count(0.0)} score 0"]
     others = len(values) - values.count(1.0) - values.count(0.0)
     lines[0] += f", {others} score between or beyond" if others else ""
@@ -142,8 +135,14 @@ def explain(item: Scored, verifiers: Sequence[Verifier]) -> str:
     )
 
 
-def _kind(reason: str) -> str:
-    return reason[:100]
+@contextmanager
+def _judge(reward: RewardConfig, columns: Sequence[str]) -> Iterator[RewardJudge]:
+    judge = RewardJudge(make_parts(reward, None), reward.timeout_s, reward.workers)
+    try:
+        judge.prepare(columns)
+        yield judge
+    finally:
+        judge.close()
 
 
 def _reward(given: VerifierArguments) -> RewardConfig:
@@ -197,16 +196,13 @@ def _task_rows(file: str | None, columns: Mapping[str, str]) -> list[tuple[str, 
 
 
 def _write(path: Path, scored: Sequence[Scored]) -> None:
+    rows = [
+        {"place": item.place}
+        | {name: getattr(item.verdict, name) for name in ("value", "reason", "answer")}
+        | {"parts": dict(item.verdict.parts)}
+        for item in scored
+    ]
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            for item in scored:
-                verdict = item.verdict
-                record = {
-                    "place": item.place,
-                    "value": verdict.value,
-                    "reason": verdict.reason,
-                    "answer": verdict.answer,
-                }
-                file.write(json.dumps({**record, "parts": dict(verdict.parts)}, ensure_ascii=False) + "\n")
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from None

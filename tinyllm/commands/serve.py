@@ -1,4 +1,4 @@
-"""`tinyllm serve`: words to a server. Help and mistakes in options answer at once, without torch."""
+"""`tinyllm serve`: start a server. Mistakes in options are told before torch is imported."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ def main(given: ServeArguments, options: Mapping[str, Any]) -> int:
     """Run the command and return its exit code. Raises the errors of errors.py."""
     api_key = key_of("--api-key", given.api_key, API_KEY)
     admin_key = key_of("--admin-key", given.admin_key, ADMIN_KEY)
-    _check(given)
+    if given.model.startswith(("http://", "https://")):
+        raise ConfigError(f"{given.model} is a server already; name a model, a folder or a run")
     require_key(given.host, api_key)
     require_extra("serve", "tinyllm serve")
     return _serve(given, api_key, admin_key)
-
-
-def _check(given: ServeArguments) -> None:
-    if given.model.startswith(("http://", "https://")):
-        raise ConfigError(f"{given.model} is a server already; name a model, a folder or a run")
 
 
 def _serve(given: ServeArguments, api_key: str | None, admin_key: str | None) -> int:

@@ -1,4 +1,4 @@
-"""How the command line speaks: help, tables, widths."""
+"""The text of help: usage, options with their defaults, tables that fit the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Command:
     kind: Any = None
     """The configuration whose options it takes too."""
     more: str = ""
-    """Said in its help, below what it does."""
+    """A part of its help, below the usage: forms of the command, or what its arguments mean."""
 
 
 def overview(commands: Mapping[str, Command]) -> str:
@@ -41,7 +41,7 @@ def overview(commands: Mapping[str, Command]) -> str:
             table(rows, indent=2),
             "",
             bold("Examples"),
-            "  tinyllm grpo                          the bundled model on arithmetic, about ten minutes on two cores",
+            "  tinyllm grpo                          the bundled model on arithmetic: ten minutes on two cores",
             *(f"  {example}" for example in examples[:3]),
             "",
             "Each command explains itself: tinyllm COMMAND --help",
@@ -57,7 +57,8 @@ def command_help(name: str, command: Command) -> str:
     if command.kind is not None:
         usage += " [--section.option VALUE ...]"
     lines = [textwrap.fill(command.about, width()), "", f"  {usage}", f"  example: {command.example}"]
-    lines += ["", *_filled(command.more)] if command.more else []
+    if command.more:
+        lines += ["", *(part for line in command.more.splitlines() for part in textwrap.wrap(line, width()) or [""])]
     rows = [row for option in known.values() for row in _own_row(option)]
     lines += ["", table(rows, indent=2)] if rows else []
     if command.kind is None:
@@ -73,22 +74,13 @@ def command_help(name: str, command: Command) -> str:
     return "\n".join([*lines, "", textwrap.fill(told, width()), *option_lines(command.kind)])
 
 
-def _filled(text: str) -> list[str]:
-    """Lines as they are; a longer one is wrapped to the terminal."""
-    return [
-        part
-        for line in text.splitlines()
-        for part in ([line] if len(line) <= width() else textwrap.wrap(line, width()))
-    ]
-
-
 def _place(option: Option) -> str:
     name = option.name + (" ..." if describe_type(option.type).endswith("...") else "")
     return name if option.default is ... else f"[{name}]"
 
 
 def _own_row(option: Option) -> list[tuple[str, str]]:
-    """What is typed, and what it means with its default."""
+    """One row of help: what is typed; what the argument means, with its default."""
     what = describe_type(option.type)
     typed = option.name
     if not option.place and plain_type(option.type)[0] is not bool:
@@ -108,7 +100,7 @@ def option_lines(kind: Any) -> list[str]:
     for name, option in options(kind).items():
         part, _, leaf = name.rpartition(".")
         if part != section:
-            lines += [table(rows, indent=2, widths=WIDTHS)] if rows else []
+            lines += [table(rows, indent=2)] if rows else []
             title = part or "general"
             heading = textwrap.fill(f"{title}  {_section_help(kind, part)}", width(), subsequent_indent="  ")
             lines += ["", bold(title) + heading.removeprefix(title)]
@@ -116,10 +108,7 @@ def option_lines(kind: Any) -> list[str]:
         what = describe_type(option.type)
         telling = "|" in what or (option.default is None and what != "text")
         rows.append((leaf, to_text(option.default), option.help + (f" ({what})" if telling else "")))
-    return [*lines, table(rows, indent=2, widths=WIDTHS)]
-
-
-WIDTHS = (22, 21)
+    return [*lines, table(rows, indent=2)]
 
 
 def _section_help(kind: Any, section: str) -> str:

@@ -10,7 +10,8 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +29,41 @@ from tinyllm.errors import ConfigError
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
-def _kind(config: Any) -> Any:
-    return type(config)
-
-
 # Building
 
 
 def make_config(base: Any = None, /, **given: Any) -> Any:
-    """A checked configuration from Python keywords, laid over `base` (or the defaults).
+    """A checked configuration from Python keywords, laid over `base` (or the defaults). Raises ConfigError."""
+    config = base or GRPOConfig()
+    return overlay(config, flat_keywords(given, type(config)))
 
-    Each keyword is a whole section (`lora=LoraConfig(rank=8)` or `lora={"rank": 8}`), or any option by the name the
-    command line takes: `model="folder"`, `data="rows.jsonl"`, `steps=10`. Raises ConfigError.
+
+def flat_keywords(given: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Python keywords as dotted name -> value.
+
+    Each keyword is a whole section (`lora=LoraConfig(rank=8)` or `lora={"rank": 8}`), or any option by the name that
+    the command line takes: `model="folder"`, `data="rows.jsonl"`, `steps=10`. Raises ConfigError.
     """
-    config: Any = base or GRPOConfig()
     flat: dict[str, Any] = {}
     for name, value in given.items():
-        if is_dataclass(value) and hasattr(config, name):
-            config = replace(config, **{name: value})
-        elif name in ("model", "data", "reward") and not isinstance(value, Mapping):
-            flat |= shortcut(name, value)
+        if name == "data" and isinstance(value, str | Path | None):
+            flat |= data_source(value)
         else:
-            flat |= flatten({name: value}, _kind(config), loose=True)
-    return overlay(config, flat)
+            nested = to_dict(value) if is_dataclass(value) else value
+            flat |= flatten({name: nested}, kind, loose=True)
+    return flat
 
 
-def shortcut(name: str, value: Any) -> dict[str, Any]:
-    """What the short names stand for; `data` is a file or the name of a dataset by its suffix."""
-    if name == "data":
-        is_file = str(value).endswith(DATA_SUFFIXES) or Path(str(value)).is_file()  # reading says what is supported
-        return {"data.file": value, "data.dataset": None} if is_file else {"data.file": None, "data.dataset": value}
-    return {SHORTCUTS[name]: value}
+def data_source(value: Any) -> dict[str, Any]:
+    """The options that `data` stands for: a file, or the name of a dataset, told by the suffix."""
+    is_file = str(value).endswith(DATA_SUFFIXES) or Path(str(value)).is_file()  # reading says what is supported
+    return {"data.file": value, "data.dataset": None} if is_file else {"data.file": None, "data.dataset": value}
 
 
-def flatten(nested: Mapping[str, Any], kind: Any = GRPOConfig, *, loose: bool = False) -> dict[str, Any]:
+def flatten(nested: Mapping[str, Any], kind: Any, *, loose: bool = False) -> dict[str, Any]:
     """A nested mapping (a TOML file) as dotted name -> value. Unknown keys raise ConfigError naming the nearest one.
 
-    With loose, names at the top may leave out their section.
+    With loose, names at the top may be short names, or leave out their section.
     """
     known = options(kind)
     sections = {".".join(parts[:i]) for parts in (name.split(".") for name in known) for i in range(1, len(parts))}
@@ -76,21 +75,19 @@ def flatten(nested: Mapping[str, Any], kind: Any = GRPOConfig, *, loose: bool = 
                 yield from walk(name + ".", value)
             elif name in known:
                 yield name, value
-            elif name in sections:
-                raise ConfigError(
-                    f"{name} = {show_value(value)}: [{name}] is a section; {nearest_name(name, known, kind)}"
-                )
+            elif name in sections and not (loose and name in SHORTCUTS):
+                raise ConfigError(f"{name} = {show_value(value)}: [{name}] is a section; {nearest_name(name, kind)}")
             elif loose:
                 yield resolve_name(name, kind), value
             else:
-                raise ConfigError(unknown_option(name, known, kind))
+                raise ConfigError(unknown_option(name, kind))
 
     return dict(walk("", nested))
 
 
 def overlay(base: Any, flat: Mapping[str, Any]) -> Any:
     """`base` with the values of a flat mapping in place, each checked, then the whole. Raises ConfigError."""
-    known = options(_kind(base))
+    known = options(type(base))
     result = _replace(base, {name: coerce(known[name], value) for name, value in flat.items()})
     check(result)
     return result
@@ -111,9 +108,9 @@ def _replace(base: Any, flat: Mapping[str, Any]) -> Any:
 
 
 def check(config: Any) -> None:
-    """Every value against its type and bounds, then values against each other. Raises ConfigError."""
-    for name, option in options(_kind(config)).items():
-        coerce(option, value_of(config, name))
+    """Check every value against its type and bounds, then options against each other. Raises ConfigError."""
+    for name, option in options(type(config)).items():
+        coerce(option, attrgetter(name)(config))
     if isinstance(config, GRPOConfig | SFTConfig | DPOConfig):
         _check_run(config)
     if isinstance(config, GRPOConfig):
@@ -184,32 +181,15 @@ def _is_number(text: str) -> bool:
 # Files and dictionaries
 
 
-def value_of(config: Any, name: str) -> Any:
-    """The value at a dotted name."""
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
-
-
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain values (lists for tuples), fit for JSON; None included."""
-    result: dict[str, Any] = {}
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if is_dataclass(value):
-            value = to_dict(value)
-        elif isinstance(value, tuple):
-            value = list(value)
-        elif isinstance(value, Mapping):
-            value = dict(value)
-        result[item.name] = value
-    return result
+    return json.loads(json.dumps(asdict(config)))
 
 
 def from_dict(nested: Mapping[str, Any], base: Any = None) -> Any:
     """The inverse of to_dict; keys left out keep the value of `base` (or the default). Raises ConfigError."""
     start = base or GRPOConfig()
-    return overlay(start, flatten(nested, _kind(start)))
+    return overlay(start, flatten(nested, type(start)))
 
 
 def to_toml(config: Any, *, sparse: bool = False) -> str:
@@ -218,8 +198,8 @@ def to_toml(config: Any, *, sparse: bool = False) -> str:
     None cannot be written in TOML and is always the default, so it is left out.
     """
     lines: dict[str, list[str]] = {}
-    for name, option in options(_kind(config)).items():
-        value = value_of(config, name)
+    for name, option in options(type(config)).items():
+        value = attrgetter(name)(config)
         section, _, leaf = name.rpartition(".")
         if value is not None and not (sparse and value == option.default):
             lines.setdefault(section, []).append(f"{leaf} = {_toml(value)}")

@@ -1,12 +1,11 @@
 """Options of earlier versions: where each went, and the configurations of runs that were recorded with them.
 
-What a user writes is not translated: the error says how it is written now. What a run recorded is: `upgrade` makes the
-configuration of an old manifest one of today that means the same, so that old runs replay, resume and compare.
+An old option that a user writes is refused, and the error says what to write now. An old manifest is translated:
+`upgrade` makes its configuration one of this version that means the same, so that old runs replay, resume and compare.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,11 +63,16 @@ MOVED: Mapping[str, Moved] = {
     "train.max_bad_steps": Moved("stop.bad_steps", "the same number"),
     "run.samples_shown": Moved(None, "two completions are shown at each step"),
 }
-"""Options of earlier versions. A name that no command ever had is not here: it gets the nearest one."""
+"""Options of earlier versions. For any other unknown name the error suggests the nearest option."""
 
 
 # Recorded configurations
 
+_RENAMED = {
+    "train.max_refills": "stop.refills",
+    "train.early_stop_evals": "stop.evals_without_best",
+    "train.max_bad_steps": "stop.bad_steps",
+}
 _ARITHMETIC: Mapping[str, Any] = {
     "operators": ["+", "-", "*"],
     "operands": [1, 20],
@@ -76,9 +80,9 @@ _ARITHMETIC: Mapping[str, Any] = {
     "held_out": 162,
     "seed": 0,
 }
-"""What the settings of the arithmetic task were when nobody gave them."""
+"""The defaults of the arithmetic task's settings, which an old record has in full."""
 _VERIFIERS = {"gsm8k": "arithmetic:rule=hash,units=$", "math": "math:rule=boxed,units=waive"}
-"""The verifiers of the recipes at that time; a task's own verifier had to be named nowhere."""
+"""The verifiers of the recipes at that time; every other task had arithmetic, or its environment's own."""
 _EPS = 1e-8
 
 
@@ -87,52 +91,64 @@ def upgrade(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError for one that no longer has an equal.
     """
-    new: dict[str, Any] = copy.deepcopy(dict(config))
-    _upgrade_reward(new)  # looks at data.task as it was
-    _upgrade_data(new)
-    _upgrade_sampling(new)
-    _upgrade_train(new)
-    new.get("run", {}).pop("samples_shown", None)
-    if (eps := new.get("optimizer", {}).pop("eps", _EPS)) != _EPS:
+    sections = {name: part for name, part in config.items() if isinstance(part, Mapping)}
+    flat = {f"{name}.{leaf}": value for name, part in sections.items() for leaf, value in part.items()}
+    if (eps := flat.get("optimizer.eps", _EPS)) != _EPS:
         raise ConfigError(f"optimizer.eps = {eps}: it is {_EPS} now, and the numbers would be others")
+    _upgrade_reward(flat)  # reads data.task, which the next line changes
+    _upgrade_data(flat)
+    _upgrade_engine(flat)
+    if "train.mask_truncated" in flat:
+        mask, buffer = flat["train.mask_truncated"], flat["train.overlong_buffer"]
+        flat["train.overlong"] = buffer if not mask else "mask" if buffer is None else f"mask,{buffer}"
+    flat |= {_RENAMED[name]: value for name, value in flat.items() if name in _RENAMED}
+    new = {name: value for name, value in config.items() if name not in sections}
+    for name, value in flat.items():
+        section, _, leaf = name.partition(".")
+        if name not in MOVED:  # those that are gone had no part in the numbers
+            new.setdefault(section, {})[leaf] = value
     return new
 
 
-def _upgrade_data(new: dict[str, Any]) -> None:
-    data = new.get("data", {})
-    settings = data.pop("arithmetic", {})
+def _upgrade_data(flat: dict[str, Any]) -> None:
+    settings = flat.get("data.arithmetic", {})
     given = {name: value for name, value in settings.items() if value != _ARITHMETIC[name]}
-    if given and data["task"] == "arithmetic" and not (data["file"] or data["dataset"]):
-        data["task"] += ":" + ",".join(f"{name}={_spec_text(value)}" for name, value in given.items())
-    share = data.pop("held_out_fraction", None)
-    if share is not None and data.get("held_out") is None:
-        data["held_out"] = share
+    if given and flat["data.task"] == "arithmetic" and not _has_rows(flat):
+        flat["data.task"] += ":" + ",".join(f"{name}={_spec_text(value)}" for name, value in given.items())
+    share = flat.get("data.held_out_fraction")
+    if share is not None and flat.get("data.held_out") is None:
+        flat["data.held_out"] = share
 
 
 def _spec_text(value: Any) -> str:
     return "|".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _upgrade_reward(new: dict[str, Any]) -> None:
+def _has_rows(flat: Mapping[str, Any]) -> bool:
+    """Whether the run read rows of the user's, and data.task had no effect."""
+    return bool(flat["data.file"] or flat["data.dataset"])
+
+
+def _upgrade_reward(flat: dict[str, Any]) -> None:
     """A rule became a setting of the verifier, and the format's term one of the functions (its share was logged)."""
-    reward = new.get("reward", {})
-    rule, weight = reward.pop("rule", None), reward.pop("format_weight", 0.0)
+    rule, weight = flat.get("reward.rule"), flat.get("reward.format_weight", 0.0)
     if not (rule or weight):
         return
-    own = not reward["functions"]
+    functions, weights = list(flat["reward.functions"]), list(flat["reward.weights"])
+    own = not functions
     if own:
-        reward["functions"] = [_ruled(_own_verifier(new["data"]), rule)]
+        functions = [_ruled(_own_verifier(flat), rule)]
     if weight or own:
-        main = reward["functions"][0]
-        tags = ",tags=answer" if "tags=" not in main else f",tags={main.partition('tags=')[2].partition(',')[0]}"
-        reward["weights"] = [*(reward["weights"] or [1.0] * len(reward["functions"])), weight]
-        reward["functions"] = [*reward["functions"], f"format:rule=exact_format{tags},gold="]
+        tags = functions[0].partition("tags=")[2].partition(",")[0] or "answer"
+        weights = [*(weights or [1.0] * len(functions)), weight]
+        functions.append(f"format:rule=exact_format,tags={tags},gold=")
+    flat |= {"reward.functions": functions, "reward.weights": weights}
 
 
-def _own_verifier(data: Mapping[str, Any]) -> str:
-    if data["task"].startswith("gym:") and not (data["file"] or data["dataset"]):
+def _own_verifier(flat: Mapping[str, Any]) -> str:
+    if flat["data.task"].startswith("gym:") and not _has_rows(flat):
         return "gym"
-    return _VERIFIERS.get(data["task"], "arithmetic:rule=last_number")
+    return _VERIFIERS.get(flat["data.task"], "arithmetic:rule=last_number")
 
 
 def _ruled(verifier: str, rule: str | None) -> str:
@@ -144,27 +160,9 @@ def _ruled(verifier: str, rule: str | None) -> str:
     return f"{family}:" + ",".join([f"rule={rule}", "tags=answer", *kept])
 
 
-def _upgrade_sampling(new: dict[str, Any]) -> None:
-    for name in ("top_k", "top_p", "min_p", "cache_tokens"):  # the first three were off in every run
-        new.get("sampling", {}).pop(name, None)
-    engine, pool = new.get("engine", {}), new.get("pool", {})
-    if model := engine.pop("model", None):
-        engine["urls"] = [f"{url}#{model}" for url in engine["urls"]]
-    for name in ("publish", "attempts", "seeds", "canary_tolerance"):
-        engine.pop(name, None)
-    deadline_s = pool.pop("group_deadline_s", None)
-    if deadline_s is not None and pool["engines"]:
-        engine["deadline_s"] = deadline_s
-    for name in ("engine_threads", "group_attempts"):
-        pool.pop(name, None)
-
-
-def _upgrade_train(new: dict[str, Any]) -> None:
-    train = new.get("train", {})
-    if "mask_truncated" in train:
-        mask, buffer = train.pop("mask_truncated"), train.pop("overlong_buffer")
-        train["overlong"] = buffer if not mask else "mask" if buffer is None else f"mask,{buffer}"
-    moved = {"max_refills": "refills", "early_stop_evals": "evals_without_best", "max_bad_steps": "bad_steps"}
-    for old, name in moved.items():
-        if old in train:
-            new.setdefault("stop", {})[name] = train.pop(old)
+def _upgrade_engine(flat: dict[str, Any]) -> None:
+    if model := flat.get("engine.model"):
+        flat["engine.urls"] = [f"{url}#{model}" for url in flat["engine.urls"]]
+    deadline_s = flat.get("pool.group_deadline_s")
+    if deadline_s is not None and flat["pool.engines"]:
+        flat["engine.deadline_s"] = deadline_s

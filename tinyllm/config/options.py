@@ -1,4 +1,4 @@
-"""The options of a configuration: their names, types, bounds and texts; a value typed or read becomes a checked one.
+"""The options of a configuration: names, types, bounds, help; and how a value that is typed or read is checked.
 
 A mistake raises ConfigError in one line: the field, the value, and the remedy.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from functools import cache, partial
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from tinyllm.config.old import MOVED
-from tinyllm.config.sections import SHORTCUTS, GRPOConfig
+from tinyllm.config.sections import SHORTCUTS
 from tinyllm.errors import ConfigError, closest, nearest
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -30,10 +31,10 @@ class Option:
     """One leaf of a configuration class."""
 
     name: str
-    """Dotted: sampling.group_size; of a command's own arguments as it is typed: --max-batch."""
+    """Dotted, as in sampling.group_size; of a command's own arguments as typed: --max-batch."""
     type: Any
     default: Any
-    """... where one must be given."""
+    """... where the user must give a value."""
     help: str = ""
     bounds: Mapping[str, float] = field(default_factory=dict)
     may_be_empty: bool = True
@@ -42,44 +43,45 @@ class Option:
     shown: str = ""
 
     def told(self, value: Any) -> str:
-        """The option with a value, as it stands in a message."""
+        """The option with a value, as an error message has them."""
         return f"{self.name} {to_text(value)}" if self.name.startswith("-") else f"{self.name} = {show_value(value)}"
 
 
-@cache
 def options(kind: Any) -> dict[str, Option]:
-    """All leaves of a configuration class by dotted name, in the order of the source."""
-    return _leaves(kind(), "")
+    """All leaves of a dataclass by dotted name, in the order of the source."""
+    return _options(kind)
 
 
-def _leaves(default: Any, prefix: str) -> dict[str, Option]:
+@cache  # behind a function, since mypy does not take type[Any] for hashable
+def _options(kind: Any) -> dict[str, Option]:
+    return _leaves(kind, None, "")
+
+
+def _leaves(kind: Any, instance: Any, prefix: str) -> dict[str, Option]:
+    """instance: of a section, whose defaults may differ from those of its class."""
     found: dict[str, Option] = {}
-    types_ = typing.get_type_hints(type(default))
-    for item in fields(default):
-        name, value = prefix + item.name, getattr(default, item.name)
-        if is_dataclass(value):
-            found |= _leaves(value, name + ".")
-        else:
-            found[name] = Option(name, types_[item.name], value, **item.metadata)
-    return found
-
-
-def settings(kind: Any) -> dict[str, Option]:
-    """The fields of a flat dataclass by name: the settings of a spec, or a command's own arguments."""
     types_ = typing.get_type_hints(kind)
-    found = {}
     for item in fields(kind):
-        default = item.default if item.default is not MISSING else ...
-        default = item.default_factory() if item.default_factory is not MISSING else default
-        found[item.name] = Option(item.name, types_[item.name], default, **item.metadata)
+        name = prefix + item.name
+        default = getattr(instance, item.name) if instance is not None else _default(item)
+        if is_dataclass(default):
+            found |= _leaves(type(default), default, name + ".")
+        else:
+            found[name] = Option(name, types_[item.name], default, **item.metadata)
     return found
+
+
+def _default(item: Field[Any]) -> Any:
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    return ... if item.default is MISSING else item.default
 
 
 # Names
 
 
-def resolve_name(name: str, kind: Any = GRPOConfig) -> str:
-    """The dotted name an option goes by: dashes count as underscores, and the section may be left out where one fits.
+def resolve_name(name: str, kind: Any) -> str:
+    """The dotted name of an option: dashes count as underscores, and the section may be left out where one fits.
 
     Raises ConfigError with the nearest valid name.
     """
@@ -87,33 +89,31 @@ def resolve_name(name: str, kind: Any = GRPOConfig) -> str:
     name = name.replace("-", "_")
     if name in known:
         return name
-    if name in SHORTCUTS and SHORTCUTS[name] in known:
+    if SHORTCUTS.get(name) in known:
         return SHORTCUTS[name]
     fits = [full for full in known if full.endswith("." + name)]
     if len(fits) == 1:
         return fits[0]
     if fits:
         raise ConfigError(f"option {name!r} could be {' or '.join(fits)}; give the whole name")
-    raise ConfigError(unknown_option(name, known, kind))
+    raise ConfigError(unknown_option(name, kind))
 
 
-def unknown_option(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig) -> str:
-    """The message for an unknown name: where it went, if an earlier version had it; else the nearest one."""
+def unknown_option(name: str, kind: Any) -> str:
+    """The message for an unknown name: where the option went, if an earlier version had it; else the nearest one."""
     for old, now in MOVED.items():
-        if (old == name or old.endswith("." + name)) and (now.option is None or now.option in known):
+        if (old == name or old.endswith("." + name)) and (now.option is None or now.option in options(kind)):
             return f"option {old!r} {now}"
-    return f"unknown option {name!r}; {nearest_name(name, known, kind)}"
+    return f"unknown option {name!r}; {nearest_name(name, kind)}"
 
 
-def nearest_name(name: str, known: Mapping[str, Option], kind: Any = GRPOConfig) -> str:
-    """A hint for an unknown name: the nearest one, or what its section has."""
-    leaf = name.rpartition(".")[2]
-    by_leaf: dict[str, str] = {}
-    for full in known:
-        by_leaf.setdefault(full.rpartition(".")[2], full)
+def nearest_name(name: str, kind: Any) -> str:
+    """A hint for an unknown name: the nearest option, or the options of the nearest section."""
+    known = options(kind)
+    by_leaf = {full.rpartition(".")[2]: full for full in reversed(known)}  # of equal leaves the first
     if close := closest(name, known, cutoff=0.8):
         return f"did you mean {close!r}?"
-    if close := closest(leaf, by_leaf, cutoff=0.72):
+    if close := closest(name.rpartition(".")[2], by_leaf, cutoff=0.72):
         return f"did you mean {by_leaf[close]!r}?"
     sections = {full.rpartition(".")[0] for full in known} - {""}
     if section := closest(name.partition(".")[0], sections):
@@ -153,24 +153,31 @@ def describe_type(hint: Any) -> str:
     return {int: "whole number", float: "number", str: "text"}.get(hint, "key=value,...")
 
 
-def coerce(option: Option, value: Any) -> Any:
-    """A value as the option's type, from TOML, JSON or Python (no text is parsed here). Raises ConfigError."""
+def coerce(option: Option, value: Any, typed: str | None = None) -> Any:
+    """A value as the option's type, from TOML, JSON or Python (no text is parsed here). Raises ConfigError.
+
+    typed: the text that the value was read from, which an error repeats.
+    """
     hint, optional = plain_type(option.type)
     if value is None and optional:
         return None
     try:
         result = _coerce(hint, value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{option.told(value)}: expected {describe_type(hint)}") from None
+        shown = option.told(value if typed is None else typed)
+        raise ConfigError(f"{shown}: expected {describe_type(hint)}") from None
     for item in result if isinstance(result, tuple) else (result,):
-        _check_bounds(option, item)
+        _check_text(option, item) if isinstance(item, str) else _check_bounds(option, item)
     return result
 
 
 def _coerce(hint: Any, value: Any) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if _is_union(hint):
-        return _first_that_fits(args, partial(_coerce, value=value))
+        for kind in args[:-1]:
+            with suppress(TypeError, ValueError):
+                return _coerce(kind, value)
+        return _coerce(args[-1], value)
     if origin is tuple:
         if isinstance(value, str) and args[-1] is Ellipsis:
             value = (value,)
@@ -183,10 +190,8 @@ def _coerce(hint: Any, value: Any) -> Any:
         if value not in args:
             raise ValueError
         return value
-    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if hint is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if hint in (int, float) and isinstance(value, (int, hint)) and not isinstance(value, bool):
+        return hint(value)
     if hint in (str, bool) and isinstance(value, hint):
         return value
     if hint is str and isinstance(value, Path):
@@ -196,43 +201,34 @@ def _coerce(hint: Any, value: Any) -> Any:
     raise TypeError
 
 
-def _first_that_fits(kinds: Sequence[Any], convert: Callable[[Any], Any]) -> Any:
-    """What the first type makes of a value that can be made of it."""
-    for kind in kinds[:-1]:
-        with suppress(TypeError, ValueError):
-            return convert(kind)
-    return convert(kinds[-1])
-
-
-def _check_bounds(option: Option, value: Any) -> None:
-    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{option.told(value)}: must be a finite number")
-    if isinstance(value, str) and not _is_text(value):
+def _check_text(option: Option, value: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in value):  # so arguments of a command hold other bytes
         raise ConfigError(f"{option.name} = {value!a}: has bytes that are not UTF-8 text; rename or rewrite it")
     if value == "" and not option.may_be_empty:  # as from an unset shell variable; never "not set"
         raise ConfigError(f'{option.name} = "": must not be empty; give a value or leave it out')
-    if isinstance(value, str):  # of an option that is a number or a text
-        return
+
+
+_BOUNDS = {
+    "ge": ("at least", operator.ge),
+    "gt": ("more than", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("less than", operator.lt),
+}
+
+
+def _check_bounds(option: Option, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{option.told(value)}: must be a finite number")
     for bound, limit in option.bounds.items():
-        holds = {"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound]
-        if not holds:
+        words, holds = _BOUNDS[bound]
+        if not holds(value, limit):
             given = option.default not in (None, ...)
             remedy = f"set it to {show_value(option.default)}, the default" if given else "leave it out"
-            raise ConfigError(f"{option.told(value)}: must be {words[bound]} {limit:g}; {remedy}")
-
-
-def _is_text(value: str) -> bool:
-    """Whether UTF-8 can hold it; arguments of the command line may carry other bytes as half surrogate pairs."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+            raise ConfigError(f"{option.told(value)}: must be {words} {limit:g}; {remedy}")
 
 
 def show_value(value: Any) -> str:
-    """A value as it stands in a message: text in quotes, lists in brackets."""
+    """A value as an error message has it: text in quotes, lists in brackets."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
@@ -249,15 +245,38 @@ def to_text(value: Any) -> str:
     return value if isinstance(value, str) else show_value(value)
 
 
+# Texts
+
+
 def parse_text(option: Option, text: str) -> Any:
     """A value from what was typed after an option. Lists are a,b,c or a TOML array; maps are key=value,key=value."""
     hint, optional = plain_type(option.type)
     if optional and text.lower() == "none":
         return None
-    try:
+    if get_origin(hint) is not tuple:
         return coerce(option, _parse(hint, text))
+    if not text.startswith("["):
+        return coerce(option, [_parse(get_args(hint)[0], part.strip()) for part in split_list(text)], text)
+    try:
+        return coerce(option, tomllib.loads(f"x = {text}")["x"], text)
     except ValueError:
         raise ConfigError(f"{option.told(text)}: expected {describe_type(hint)}") from None
+
+
+def _parse(hint: Any, text: str) -> Any:
+    """A text as the value that TOML would have for it; one that does not fit stays text, which coerce refuses."""
+    kinds = get_args(hint) if _is_union(hint) else (hint,)
+    if hint is bool:
+        return BOOLEANS.get(text.lower(), text)
+    for kind in (int, float):
+        if kind in kinds:
+            with suppress(ValueError):
+                return kind(text)
+    if not {int, float, str} & set(kinds) and get_origin(hint) is not Literal:
+        pairs = [part.partition("=") for part in text.split(",") if part]
+        if all(equals for _, equals, _ in pairs):
+            return {key.strip(): value.strip() for key, _, value in pairs}
+    return text
 
 
 Settings = TypeVar("Settings")
@@ -268,7 +287,7 @@ def read_settings(kind: type[Settings], given: Mapping[str, Any], name: str) -> 
 
     Raises ConfigError naming the setting, the value and the remedy.
     """
-    known = settings(kind)
+    known = options(kind)
     values = {}
     for key, value in given.items():
         if key not in known:
@@ -279,19 +298,14 @@ def read_settings(kind: type[Settings], given: Mapping[str, Any], name: str) -> 
 
 def read_setting(option: Option, value: Any) -> Any:
     """One setting of a spec, from a text or a value as JSON has it. Raises ConfigError."""
+    hint, optional = plain_type(option.type)
     if not isinstance(value, str):
         return coerce(option, value)
-    hint, optional = plain_type(option.type)
     if optional and not value:
         return None
-    text = value
-    if get_origin(hint) is not tuple:
-        return parse_text(option, text)
-    args = get_args(hint)
-    try:
-        return coerce(option, [_parse(args[0], item) for item in text.split("|") if item])
-    except ValueError:
-        raise ConfigError(f"{option.told(text)}: expected {describe_type(hint)}") from None
+    if get_origin(hint) is tuple:
+        return coerce(option, [_parse(get_args(hint)[0], item) for item in value.split("|") if item], value)
+    return parse_text(option, value)
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, str]]:
@@ -306,6 +320,9 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     return name.strip(), found
 
 
+_SETTING = re.compile(r"\s*\w+=")
+
+
 def split_list(text: str) -> list[str]:
     """The elements of a,b,c. A key=value belongs to the spec before it: math:rule=boxed,units=waive is one element."""
     if text.startswith("{"):  # a spec as JSON
@@ -317,28 +334,3 @@ def split_list(text: str) -> list[str]:
         else:
             found.append(part)
     return found
-
-
-_SETTING = re.compile(r"\s*\w+=")
-
-
-def _parse(hint: Any, text: str) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
-    if _is_union(hint):
-        return _first_that_fits(args, partial(_parse, text=text))
-    if origin is tuple:
-        if text.startswith("["):
-            return tomllib.loads(f"x = {text}")["x"]
-        return [_parse(args[0], part.strip()) for part in split_list(text)]
-    if hint is bool:
-        return BOOLEANS.get(text.lower(), text)
-    if hint is int:
-        return int(text.replace("_", ""))
-    if hint is float:
-        return float(text)
-    if origin is not Literal and hint is not str:
-        pairs = [part.partition("=") for part in text.split(",") if part]
-        if not all(equals for _, equals, _ in pairs):
-            raise ValueError
-        return {key.strip(): value.strip() for key, _, value in pairs}
-    return text

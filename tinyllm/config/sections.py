@@ -17,21 +17,18 @@ def opt(
     default: Any,
     help: str,
     *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
     may_be_empty: bool = False,
     place: bool = False,
     short: str = "",
     shown: str = "",
+    **bounds: float,
 ) -> Any:
-    """A dataclass field with its one-line description and bounds (of every element, when it is a tuple).
+    """A dataclass field with its one-line description and bounds (ge, gt, le, lt; of every element of a tuple).
 
-    may_be_empty: "" is a value, and no slip of the shell. Of a command's own arguments: place, it is told by its place
-    instead of its name (a default of ... must be given); short, another name of one letter; shown, its value in help.
+    may_be_empty: "" is a value, not an unset variable of the shell. The rest is for a command's own arguments. place:
+    positional, without a name; short: another name, of one letter; shown: how help writes the value. A default of ...
+    means that the user must give a value.
     """
-    bounds = {name: value for name, value in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if value is not None}
     metadata = {"help": help, "bounds": bounds, "may_be_empty": may_be_empty}
     metadata |= {"place": place, "short": short, "shown": shown}
     if default is ...:
@@ -58,7 +55,7 @@ class LoraConfig:
 
     rank: int = opt(0, "rank of the adapters; 0 = train all weights", ge=0)
     alpha: float = opt(16.0, "scale of the adapters: alpha / rank times their product", gt=0)
-    targets: tuple[str, ...] = opt((), "names of the layers that get one; empty = every linear layer but the head")
+    targets: tuple[str, ...] = opt((), "layers that get an adapter, by name; empty = every linear layer but the head")
 
 
 @dataclass(frozen=True)
@@ -107,10 +104,10 @@ class EngineConfig:
     """Where completions are sampled: in this process, or on servers (keys: TINYLLM_API_KEY, TINYLLM_ADMIN_KEY)."""
 
     urls: tuple[str, ...] = opt((), "servers, as in http://127.0.0.1:8000 or http://...#MODEL; empty = in this process")
-    folder: str | None = opt(None, "where weights are put for servers, who must see it; not set = the run directory")
-    max_concurrent: int = opt(64, "requests under way at a time", ge=1)
+    folder: str | None = opt(None, "folder from which servers load new weights; not set = the run directory")
+    max_concurrent: int = opt(64, "requests to servers at the same time", ge=1)
     deadline_s: float = opt(
-        600.0, "seconds for a server's completion or update, in all attempts, or a pool's group", gt=0
+        600.0, "seconds for a completion or update of a server, all attempts together, or a group of a pool", gt=0
     )
     max_gap: float = opt(
         0.2, "with servers: stop when sampler and trainer differ by more nats per token in a step; 0 = never", ge=0
@@ -122,8 +119,8 @@ class PoolConfig:
     """Sampling and verifying in processes of their own, while the trainer trains (needs the extra `cluster`)."""
 
     engines: int = opt(0, "processes that sample, of one CPU thread each; 0 = no pool, or servers (engine.urls)", ge=0)
-    verifiers: int = opt(0, "processes that verify; 0 = in the trainer's", ge=0)
-    max_lag: int = opt(0, "how many optimizer steps older than the trained weights a token's may be", ge=0)
+    verifiers: int = opt(0, "processes that verify; 0 = verify in the trainer's process", ge=0)
+    max_lag: int = opt(0, "optimizer steps by which a token's weights may be older than the trained ones", ge=0)
     ray_address: str | None = opt(None, "a running Ray cluster, as in 10.0.0.1:6379; not set = one of our own here")
 
 
@@ -151,7 +148,7 @@ _AXES: Any = make_dataclass(
 
 @dataclass(frozen=True)
 class ObjectiveConfig(_AXES):
-    """What is minimized: a preset, and one option for each axis in which the run differs from it (axes.py)."""
+    """What is minimized: a preset, and one option for each axis in which the run differs (docs/objectives.md)."""
 
     preset: PresetName | None = opt(None, "row of the table of objectives; not set = grpo with beta = 0")
 
@@ -185,11 +182,11 @@ class TrainConfig:
 
     steps: int = opt(36, "batches of rollouts to train on", ge=0)
     prompts_per_step: int = opt(16, "prompts in a batch; each gets group_size completions", ge=1)
-    updates_per_batch: int = opt(1, "optimizer updates on each batch, each over all of it", ge=1)
+    updates_per_batch: int = opt(1, "optimizer updates on each batch of rollouts, each over the whole batch", ge=1)
     tokens_per_microbatch: int = opt(1024, "distinct tokens in one forward and backward pass; bounds memory", ge=1)
     dynamic_sampling: bool | None = opt(None, "draw new prompts for groups without signal; not set = the preset's")
     overlong: float | str | None = opt(
-        None, "last share of max_new_tokens over which reward falls by 1; mask = leave cut ones out", ge=0, lt=1
+        None, "last share of max_new_tokens over which the reward falls by 1; mask = drop cut completions", ge=0, lt=1
     )
 
     @property
@@ -218,7 +215,7 @@ class ExampleStopConfig:
 class StopConfig(ExampleStopConfig):
     """What ends training before its last step."""
 
-    refills: int = opt(4, "a step without enough signal after drawing again this often", ge=0)
+    refills: int = opt(4, "a step that lacks signal after this many refills by dynamic sampling", ge=0)
 
 
 @dataclass(frozen=True)
@@ -237,7 +234,7 @@ class RunConfig:
     checkpoint_every: int = opt(20, "steps between checkpoints; the last step always has one", ge=1)
     keep_checkpoints: int = opt(2, "checkpoints kept", ge=1)
     threads: int | None = opt(None, "CPU threads; not set = one per core", ge=1)
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = opt((), "also send metrics there")
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = opt((), "services that get the metrics too")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The command line: words to a record of a command's own arguments, and to options of a configuration.
+"""The words of a command line as a record of the command's own arguments, and as options of a configuration.
 
     tinyllm eval a b --task arithmetic --samples 4 -o out
-                 ^^^ own, by place     ^^^ options of SuiteConfig, by name
+                 ^^^ own, positional   ^^^ options of SuiteConfig, by name
 
 Both are fields of frozen dataclasses (sections.opt), read and checked by options.py. Every command is parsed here.
 """
@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args, get_origin
 
-from tinyllm.config.io import shortcut
+from tinyllm.config.io import data_source
 from tinyllm.config.options import (
+    BOOLEANS,
     Option,
     coerce,
     describe_type,
@@ -22,7 +23,6 @@ from tinyllm.config.options import (
     parse_text,
     plain_type,
     resolve_name,
-    settings,
     split_list,
 )
 from tinyllm.errors import ConfigError, nearest
@@ -30,7 +30,7 @@ from tinyllm.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class NoArguments:
-    """Of a command that has none of its own."""
+    """The arguments of a command that has none of its own."""
 
 
 Own = TypeVar("Own")
@@ -38,9 +38,9 @@ _LOOKS_LIKE_AN_OPTION = re.compile(r"--|-[a-zA-Z]$")
 
 
 def own_options(own: type[Any]) -> dict[str, Option]:
-    """A command's own arguments by field, under the names they are typed by: --max-batch, or MODEL by place."""
+    """A command's own arguments by field, under the names that help has: --max-batch, or MODEL (positional)."""
     named = {}
-    for name, option in settings(own).items():
+    for name, option in options(own).items():
         typed = option.shown or name.upper() if option.place else "--" + name.replace("_", "-")
         named[name] = replace(option, name=typed)
     return named
@@ -51,7 +51,7 @@ def parse_words(
 ) -> tuple[Own, dict[str, Any]]:
     """(own arguments, options of a configuration class by dotted name), each value checked. Raises ConfigError.
 
-    `--name value` or `--name=value`; a true|false argument alone means true; a list may be given again.
+    `--name value` or `--name=value`; a true|false option alone means true; a list may be given again.
     """
     known = own_options(own)
     by_name = {option.name: field for field, option in known.items() if not option.place}
@@ -66,14 +66,17 @@ def parse_words(
             places.append(word)
             continue
         name, equals, text = word.partition("=")
-        rest = [text] if equals else []
+        rest = [text] if equals else queue
         field = by_name.get(name.replace("_", "-"))
         if field is not None:
-            given.setdefault(field, []).append(_own_text(known[field], rest, queue))
-        elif kind is not None and name.startswith("--"):
-            flat |= _option(name[2:], rest, queue, kind)
-        else:
+            given.setdefault(field, []).append(_take(known[field].name, known[field], rest))
+        elif kind is None or not name.startswith("--"):
             raise ConfigError(f"{command}: unknown option {name!r}; {nearest(name, by_name)} (see: {command} --help)")
+        elif name == "--data":
+            flat |= data_source(_take(name, _DATA, rest))
+        else:
+            option = options(kind)[resolve_name(name[2:], kind)]
+            flat[option.name] = parse_text(option, _take(name, option, rest))
     values = {field: _own_value(known[field], texts) for field, texts in given.items()}
     values |= _by_place({field: option for field, option in known.items() if option.place}, places, command)
     for field, option in known.items():
@@ -82,18 +85,16 @@ def parse_words(
     return own(**values), flat
 
 
-def _own_text(option: Option, rest: list[str], queue: list[str]) -> str:
-    if rest:
-        return rest[0]
-    if plain_type(option.type)[0] is bool:
+_DATA = Option("data", str, None, shown="file or dataset")
+
+
+def _take(name: str, option: Option, rest: list[str]) -> str:
+    """The text of an option's value, taken from the words that follow the name."""
+    if plain_type(option.type)[0] is bool and (not rest or rest[0].lower() not in (*BOOLEANS, "none")):
         return "true"
-    return _next(option.name, option.shown or describe_type(option.type), queue)
-
-
-def _next(name: str, what: str, queue: list[str]) -> str:
-    if not queue or _LOOKS_LIKE_AN_OPTION.match(queue[0]):
-        raise ConfigError(f"{name} needs a value ({what})")
-    return queue.pop(0)
+    if not rest or _LOOKS_LIKE_AN_OPTION.match(rest[0]):
+        raise ConfigError(f"{name} needs a value ({option.shown or describe_type(option.type)})")
+    return rest.pop(0)
 
 
 def _own_value(option: Option, texts: Sequence[str]) -> Any:
@@ -115,15 +116,3 @@ def _by_place(known: Mapping[str, Option], places: Sequence[str], command: str) 
     if left:
         raise ConfigError(f"unexpected {left[0]!r}; options are written --name value (see: {command} --help)")
     return values
-
-
-def _option(name: str, rest: list[str], queue: list[str], kind: Any) -> dict[str, Any]:
-    """An option of the configuration; what follows a true|false one is its value, where it is no option."""
-    known = options(kind)
-    if name == "data":
-        return shortcut("data", rest[0] if rest else _next("--data", "file or dataset", queue))
-    full = resolve_name(name, kind)
-    if not rest and plain_type(known[full].type)[0] is bool and (not queue or queue[0].startswith("--")):
-        rest = ["true"]
-    text = rest[0] if rest else _next(f"--{name}", describe_type(known[full].type), queue)
-    return {full: parse_text(known[full], text)}

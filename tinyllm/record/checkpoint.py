@@ -77,7 +77,7 @@ class Checkpoints:
             raise
 
     def _commit(self, step: int, saved: Mapping[str, Any], keep: int) -> None:
-        """Say what the temporary folder holds, and let a thread make it durable."""
+        """Write state.json into the temporary folder, and let a thread make the folder durable."""
         path = self.path(step)
         temporary = path.with_name(f".{path.name}.tmp")
         write_json(temporary / "state.json", {"step": step, **saved})

@@ -1,19 +1,19 @@
-"""Where two runs part: the first step, hop and row, and which recorded condition differs.
+"""The first place where two runs differ (step, hop, row), and the recorded conditions that differ.
 
-Compared is all that identical runs have in common: rollouts and metrics. Timings, host and paths are not.
+Rollouts and metrics are compared, which identical runs have in common; timings, host and paths are not.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tinyllm.record.manifest import compare_manifests
 from tinyllm.record.metrics import HOPS, METRICS, flat, metric
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Group, Rollout
+from tinyllm.records import Completion, Group, Rollout
 
 NO_CONDITION = ("config.run.dir", "config.run.trackers", "config.run.keep_checkpoints")
 """Options that cannot change what is compared."""
@@ -44,7 +44,6 @@ class RunDiff:
     difference: Difference | None
     steps: tuple[int, int]
     """The last step that each run trained."""
-    evaluations: list[Difference] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
@@ -52,7 +51,7 @@ class RunDiff:
         return self.difference is None and self.steps[0] == self.steps[1]
 
     def lines(self) -> list[str]:
-        """The comparison in words."""
+        """The comparison as lines of text."""
         lines = []
         if self.conditions:
             lines.append("recorded conditions that differ:")
@@ -70,7 +69,7 @@ class RunDiff:
 
 
 def compare_runs(first: RunDir, second: RunDir) -> RunDiff:
-    """Compare two runs step by step until they part. Raises RunError for a record that cannot be read."""
+    """Compare two runs step by step, up to their first difference. Raises RunError for a record that cannot be read."""
     conditions = [c for c in compare_manifests(first.manifest, second.manifest) if c[0] not in NO_CONDITION]
     tables = _by_step(first), _by_step(second)
     steps = _last_trained(tables[0]), _last_trained(tables[1])
@@ -113,27 +112,22 @@ def _compare_rollouts(step: int, first: RunDir, second: RunDir) -> Iterator[Diff
         place = f"row {number} (group {group_a.id}, sample {one.completion.sample})"
         if (group_a.id, group_a.prompt.token_ids) != (group_b.id, group_b.prompt.token_ids):
             yield Difference(step, "prompts", place, group_a.prompt.text, group_b.prompt.text)
-        yield from _compare_rollout(step, place, one, other)
+        for what, x, y in _sampled(one.completion, other.completion):
+            yield Difference(step, "sample", f"{place}, {what}", x, y)
+        if repr(one.verdict) != repr(other.verdict):
+            yield Difference(step, "verify", place, one.verdict, other.verdict)
     if len(a) != len(b):
         yield Difference(step, "prompts", "number of rollouts", len(a), len(b))
 
 
-def _compare_rollout(step: int, place: str, one: Rollout, other: Rollout) -> Iterator[Difference]:
-    x, y = one.completion, other.completion
-    for name in ("seed_key", "revision"):
-        if getattr(x, name) != getattr(y, name):
-            yield Difference(step, "sample", f"{place}, {name.replace('_', ' ')}", getattr(x, name), getattr(y, name))
+def _sampled(x: Completion, y: Completion) -> Iterator[tuple[str, Any, Any]]:
+    """Every part of two completions that differs: its name and both values, causes before effects."""
+    pairs = [("seed key", x.seed_key, y.seed_key), ("revision", x.revision, y.revision)]
     for name, these, those in (("token", x.token_ids, y.token_ids), ("log-probability", x.logprobs, y.logprobs)):
-        for position, (left, right) in enumerate(zip(these, those, strict=False)):
-            if repr(left) != repr(right):
-                yield Difference(step, "sample", f"{place}, {name} {position}", left, right)
-    if len(x.token_ids) != len(y.token_ids):
-        yield Difference(step, "sample", f"{place}, number of tokens", len(x.token_ids), len(y.token_ids))
-    for name in ("finish_reason", "error", "text"):
-        if getattr(x, name) != getattr(y, name):
-            yield Difference(step, "sample", f"{place}, {name}", getattr(x, name), getattr(y, name))
-    if repr(one.verdict) != repr(other.verdict):
-        yield Difference(step, "verify", place, one.verdict, other.verdict)
+        pairs += [(f"{name} {at}", *both) for at, both in enumerate(zip(these, those, strict=False))]
+    pairs.append(("number of tokens", len(x.token_ids), len(y.token_ids)))
+    pairs += [(name, getattr(x, name), getattr(y, name)) for name in ("finish_reason", "error", "text")]
+    return ((name, a, b) for name, a, b in pairs if repr(a) != repr(b))
 
 
 def _compare_metrics(step: int, kind: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
@@ -156,11 +150,11 @@ def _order(key: str, kind: str) -> tuple[int, bool, int, str]:
 
 
 def _rows(run: RunDir, step: int) -> list[tuple[Group, Rollout]]:
-    """Every rollout of a step with its group, whatever the checksums say: a changed row is what we look for."""
+    """Every rollout of a step with its group; checksums are not looked at, since a changed row is to be found."""
     groups = run.read_rollouts(step).groups
     return [(group, rollout) for group in groups for rollout in group.rollouts]
 
 
 def _short(value: Any) -> str:
-    text = str(value) if not isinstance(value, str) else value
+    text = str(value)
     return text if len(text) <= 100 else text[:97] + "..."

@@ -149,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 TAKEN = (errno.EACCES, errno.EAGAIN)
-"""What the system says of a lock that another process holds."""
+"""Error numbers of a lock that another process holds."""
 
 
 def lock_file(fd: int, on_wait: Callable[[], None] | None = None) -> None:
@@ -170,7 +170,7 @@ _held: set[str] = set()
 
 
 class Lock:
-    """An exclusive lock on a folder, let go by the system when the process ends, however it ends. Raises RunError.
+    """An exclusive lock on a folder; the system releases it when the process ends in any way. Raises RunError.
 
     POSIX record locks, since those are not inherited by forked workers that outlive us; they do not exclude a second
     holder in the same process, so this process keeps a list of its own.
@@ -195,7 +195,7 @@ class Lock:
         os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let go; harmless the second time."""
+        """Release the lock; a second call does nothing."""
         if self.path in _held:
             _held.discard(self.path)
             os.close(self.fd)
@@ -224,8 +224,8 @@ DTYPES = {
 def write_tensors(fd: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write tensors as a safetensors file, hashing as it goes, without a copy; returns its size and hash.
 
-    The library's own writer copies every tensor and cannot hash on the way. Tied tensors are written once, the other
-    names as aliases in the metadata. Raises OSError.
+    The library's own writer cannot hash on the way, refuses tensors that overlap, and hides the system's error. Tied
+    tensors are written once, the other names as aliases in the metadata. Raises OSError.
     """
     entries: dict[str, Any] = {}
     aliases: dict[str, str] = {}

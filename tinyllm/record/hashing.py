@@ -5,6 +5,7 @@ A hash says whether two things are the same, nothing more: it guards against acc
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,9 +15,6 @@ import xxhash
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-BLOCK_BYTES = 1 << 22
-"""How much of a file is read at a time."""
 
 
 def hash_bytes(data: Any) -> str:
@@ -34,13 +32,9 @@ def hash_json(obj: Any) -> str:
 
 
 def hash_file(path: str | Path) -> str:
-    """Hash of a file's bytes, read in blocks of 4 MiB. Raises OSError."""
-    digest = xxhash.xxh3_128()
-    block = memoryview(bytearray(BLOCK_BYTES))
+    """Hash of a file's bytes, read in blocks. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

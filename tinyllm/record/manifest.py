@@ -1,6 +1,6 @@
-"""The manifest of a run: everything besides the record itself that decides its bits, and what tells runs apart.
+"""The manifest of a run: the configuration and every other condition, besides the rollouts, that its numbers depend on.
 
-`instance` (when, where, which process) is what two identical runs may differ in; all else is compared.
+Identical runs differ in `instance` alone (time, host, process); everything else is compared.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def build_manifest(
     """The manifest for RunDir.create.
 
     config: the resolved configuration (to_dict); hashes: content hashes of weights, tokenizer, chat template,
-    data, verifier; probe: the result of the start-up probe; facts: whatever else the trainer has to say (counts).
+    data, verifier; probe: the result of the start-up probe; facts: what else the trainer knows (counts, compute type).
     """
     return {
         "format": FORMAT,

@@ -38,10 +38,7 @@ SCHEMA = pa.schema(
         ("sample", pa.int32()),
         ("policy_step", pa.int64()),  # the optimizer step of the weights that sampled it
         ("policy_hash", pa.string()),  # the hash of their content
-        (
-            "spans",
-            SPANS,
-        ),  # null: all tokens are of these weights; else what gave tokens [start, end), see SPANS
+        ("spans", SPANS),  # null: all tokens are of these weights; else what gave tokens [start, end), see SPANS
         ("prompt", pa.string()),
         ("completion", pa.string()),
         ("reward", pa.float64()),  # null: unscored, for the reason beside it
@@ -60,7 +57,6 @@ SCHEMA = pa.schema(
         ("row_hash", pa.string()),
     ]
 )
-OURS = frozenset(SCHEMA.names)
 
 
 @dataclass(frozen=True)
@@ -75,19 +71,14 @@ class Recorded:
     """Rows that are not what was written, as "row 3 (group 17#0, sample 2)"; empty when all is well."""
 
 
-def check_extra_names(names: Iterable[str]) -> None:
-    """Raise RewardError when a reward function would log a column under a name of ours."""
-    if taken := sorted(OURS & set(names)):
-        raise RewardError(f"log_extra column {taken[0]!r}: the name is taken by the run's record; choose another")
-
-
 def write_table(step: Step) -> memoryview:
     """A step as a Parquet file, as bytes: one row per rollout, in the order of its groups.
 
     Raises RewardError for a logged column that has a name of ours or another number of values than rollouts.
     """
     extras = step.logged.extras
-    check_extra_names(extras)
+    if taken := sorted(set(SCHEMA.names) & set(extras)):
+        raise RewardError(f"log_extra column {taken[0]!r}: the name is taken by the run's record; choose another")
     count = sum(len(group.rollouts) for group in step.groups)
     for name, values in extras.items():
         if len(values) != count:
@@ -105,7 +96,10 @@ def write_table(step: Step) -> memoryview:
     # attempt and complete are of a format that had several files a step; a step is one file
     facts: dict[str, Any] = {"step": step.number, "attempt": 0, "complete": True, "rows": _rows_hash(rows)}
     facts["logged"] = dict(step.logged.metrics)
-    table = table.replace_schema_metadata({"tinyllm": json.dumps(facts)})
+    return _parquet(table.replace_schema_metadata({"tinyllm": json.dumps(facts)}))
+
+
+def _parquet(table: pa.Table) -> memoryview:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     return memoryview(sink.getvalue())
@@ -114,8 +108,10 @@ def write_table(step: Step) -> memoryview:
 def derived_table(
     step: int, rows: Sequence[tuple[str, int]], advantages: Sequence[float], logprobs: Mapping[int, Sequence[float]]
 ) -> memoryview:
-    """A Parquet file of what training computed per rollout: rows (group id, sample), advantage, log-probabilities by
-    row number (null for a row that was not trained on). Same floats as in training, to the bit."""
+    """What training computed for each rollout as a Parquet file, as bytes; the floats of training, to the bit.
+
+    rows: (group id, sample); logprobs: by row number, null in the file for a row that was not trained on.
+    """
     table = pa.table(
         {
             "step": pa.array([step] * len(rows), pa.int64()),
@@ -125,9 +121,7 @@ def derived_table(
             "trainer_logprobs": pa.array([logprobs.get(i) for i in range(len(rows))], pa.list_(pa.float64())),
         }
     )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    return memoryview(sink.getvalue())
+    return _parquet(table)
 
 
 def read_table(path: str | Path) -> Recorded:

@@ -16,6 +16,7 @@ One process writes; any number may read. Every write is whole or absent after a 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -120,8 +121,9 @@ class RunDir:
             with write_errors(path):
                 for folder in (path, *(path / name for name in ("rollouts", "checkpoints", "derived"))):
                     recover_folders(folder)
-                for name in ("metrics.jsonl", "timing.jsonl", "ledger.jsonl"):
-                    run._cut_torn_line(path / name)
+                for file in (path / name for name in ("metrics.jsonl", "timing.jsonl", "ledger.jsonl")):
+                    if file.exists():
+                        os.truncate(file, read_lines(file)[1])  # without the line that a crash tore
             run._earlier = {_line_key(row): json_text(row) for row in run.metrics()}
             return run
         except BaseException:
@@ -255,16 +257,19 @@ class RunDir:
         return not file.changed
 
     def _supersede(self, step: int) -> None:
+        source = self.rollout_path(step)
+        target = self._superseded(source.stem, ".parquet")
+        with write_errors(target):
+            os.rename(source, target)
+            sync_folder(target.parent)
+            sync_folder(source.parent)
+
+    def _superseded(self, stem: str, suffix: str) -> Path:
+        """A name in superseded/ that is not taken."""
         aside = self.path / "superseded"
         with write_errors(aside):
             aside.mkdir(exist_ok=True)
-            source = self.rollout_path(step)
-            number = 1
-            while (target := aside / f"{source.stem}.{number}.parquet").exists():
-                number += 1
-            os.rename(source, target)
-            sync_folder(aside)
-            sync_folder(self.path / "rollouts")
+        return next(path for n in itertools.count(1) if not (path := aside / f"{stem}.{n}{suffix}").exists())
 
     # Metrics
 
@@ -289,13 +294,8 @@ class RunDir:
         later = [row for row in rows if row["step"] > step]
         if all(row.get("ranks", 1) == ranks for row in later if row.get("kind", "train") == "train"):
             return
-        aside = self.path / "superseded"
-        with write_errors(aside):
-            aside.mkdir(exist_ok=True)
-        number = 1
-        while (target := aside / f"metrics.{number}.jsonl").exists():
-            number += 1
-        for path, lines in ((target, later), (self.path / "metrics.jsonl", [r for r in rows if r["step"] <= step])):
+        target, kept = self._superseded("metrics", ".jsonl"), [row for row in rows if row["step"] <= step]
+        for path, lines in ((target, later), (self.path / "metrics.jsonl", kept)):
             write_atomic(path, "".join(json_text(row) + "\n" for row in lines).encode())
         self._earlier = {key: text for key, text in self._earlier.items() if key[1] <= step}
 
@@ -326,11 +326,6 @@ class RunDir:
     def ledger(self) -> list[dict[str, Any]]:
         """The lines of ledger.jsonl; none without a pool."""
         return read_lines(self.path / "ledger.jsonl")[0]
-
-    def _cut_torn_line(self, path: Path) -> None:
-        _, good = read_lines(path)
-        if path.exists() and path.stat().st_size > good:
-            os.truncate(path, good)
 
     # Checkpoints
 
