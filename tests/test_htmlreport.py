@@ -174,9 +174,9 @@ def test_the_command_writes_and_says_where(run, tmp_path, capsys, monkeypatch):
     ("words", "message"),
     [
         (["{run}", "-o", "{tmp}"], "is a folder; name a file"),
-        (["{run}", "-o", ""], "-o needs a file"),
+        (["{run}", "-o", ""], "must not be empty"),
         (["{run}", "{tmp}/nothing"], "no run here"),
-        (["{run}", "{run}", "{run}"], "unrecognized arguments"),
+        (["{run}", "{run}", "{run}"], "unexpected"),
         (["{run}", "-o", "{run}/manifest.json/page.html"], "manifest.json"),
     ],
 )
