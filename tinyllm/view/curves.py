@@ -11,7 +11,7 @@ import numpy as np
 
 from tinyllm.record.metrics import CHARTS, METRICS, ChartSpec, Metric, flat, held_out_score, metric, score_kind
 from tinyllm.record.rundir import RunDir
-from tinyllm.stats import accuracy, clustered_error
+from tinyllm.stats import accuracy, clustered_error, t_quantile
 
 if TYPE_CHECKING:
     from tinyllm.view.html.columns import Rollouts
@@ -191,7 +191,7 @@ def _timing(timings: Sequence[Sequence[Row]]) -> Chart:
 # Intervals
 
 
-def reward_intervals(rollouts: Rollouts | None, level: float = 0.95) -> dict[int, tuple[float, float]]:
+def reward_intervals(rollouts: Rollouts | None) -> dict[int, tuple[float, float]]:
     """95% interval of the mean reward per step, clustered by group; none where fewer than two groups were scored."""
     if rollouts is None:
         return {}
@@ -201,23 +201,19 @@ def reward_intervals(rollouts: Rollouts | None, level: float = 0.95) -> dict[int
         rows = rows[~np.isnan(rollouts.reward[rows])]
         rewards, groups = rollouts.reward[rows], rollouts.group[rows].tolist()
         if len(set(groups)) > 1:
-            found[int(rollouts.step[rows[0]])] = clustered_interval(rewards, groups, level)
+            found[int(rollouts.step[rows[0]])] = clustered_interval(rewards, groups)
     return found
 
 
-def clustered_interval(
-    values: np.ndarray, clusters: Sequence[Any], level: float = 0.95, *, signed: bool = False
-) -> tuple[float, float]:
-    """Interval of a mean: that of stats.accuracy for values in [0, 1], else mean +- t se with the clustered error.
+def clustered_interval(values: np.ndarray, clusters: Sequence[Any], *, signed: bool = False) -> tuple[float, float]:
+    """95% interval of a mean: stats.accuracy's for values in [0, 1], else mean +- t se with the clustered error.
 
-    signed: the values are differences, which happen to be positive at most.
+    signed: the values are differences, for which stats.accuracy does not hold even where all of them lie in [0, 1].
     """
-    from scipy.stats import t
-
     if not signed and values.min() >= 0 and values.max() <= 1:
-        estimate = accuracy(values, clusters, level)
+        estimate = accuracy(values, clusters)
         return estimate.low, estimate.high
     least, span = float(values.min()), float(np.ptp(values)) or 1.0
     mean, error, count = clustered_error((values - least) / span, clusters)
-    half = error * float(t.ppf(0.5 + level / 2, count - 1))
+    half = error * t_quantile(count - 1)
     return least + span * (mean - half), least + span * (mean + half)

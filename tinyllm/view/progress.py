@@ -23,8 +23,6 @@ from tinyllm.records import Group, Prompt, Rollout
 
 SPARKS = "▁▂▃▄▅▆▇█"
 LAST_STEPS = 10
-SAMPLES_SHOWN = 2
-"""Completions shown at each step: what fits below the bar with their rewards."""
 """Steps over which the time that is left is estimated."""
 
 
@@ -64,7 +62,7 @@ class PlainProgress(Callback):
         total = self.info.config.train.steps
         parts = [f"step {metrics['step']}/{total}", *numbers(metrics, timing), f"{timing.get('step_s', 0):.1f} s"]
         self.say("  ".join([*parts, f"{duration(self.time_left())} left"]))
-        for prompt, rollout in samples(groups, metrics["step"], SAMPLES_SHOWN):
+        for prompt, rollout in samples(groups, metrics["step"]):
             self.say(f"    {sample_line(prompt, rollout, 100)}")
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
@@ -121,7 +119,7 @@ class LiveProgress(PlainProgress):
         self.numbers = numbers(metrics, timing)
         if metrics.get("reward_mean") is not None:
             self.rewards.append(metrics["reward_mean"])
-        self.shown = samples(groups, metrics["step"], SAMPLES_SHOWN)
+        self.shown = samples(groups, metrics["step"])
 
     def on_end(self, result: RunResult | None) -> None:
         if self.live is not None:
@@ -251,15 +249,14 @@ def score_name(row: Mapping[str, Any]) -> str:
     return f"held-out {score_kind(row)}"
 
 
-def samples(groups: Sequence[Group], step: int, count: int) -> list[tuple[Prompt, Rollout]]:
-    """A few rollouts worth seeing: the best and the worst of groups that tell the two apart, else of any."""
+def samples(groups: Sequence[Group], step: int) -> list[tuple[Prompt, Rollout]]:
+    """The best and the worst rollout of one group, if there is one whose rewards differ; another group each step."""
     mixed = [group for group in groups if len({rollout.reward for rollout in group.rollouts}) > 1] or list(groups)
-    shown: list[tuple[Prompt, Rollout]] = []
-    for number in range((count + 1) // 2 if mixed else 0):
-        group = mixed[(step + number) % len(mixed)]
-        ranked = sorted(group.rollouts, key=lambda rollout: -(rollout.verdict.value or 0.0))
-        shown += [(group.prompt, ranked[0]), (group.prompt, ranked[-1])][: count - len(shown)]
-    return shown
+    if not mixed:
+        return []
+    group = mixed[step % len(mixed)]
+    ranked = sorted(group.rollouts, key=lambda rollout: -(rollout.verdict.value or 0.0))
+    return [(group.prompt, ranked[0]), (group.prompt, ranked[-1])]
 
 
 def sample_line(prompt: Prompt, rollout: Rollout, width: int) -> str:
