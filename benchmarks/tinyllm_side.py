@@ -27,6 +27,7 @@ from tinyllm.config.sections import GRPOConfig
 from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.scheduler import Scheduler
+from tinyllm.health.history import History
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory
 from tinyllm.post.optimizer import Optimizer
@@ -97,6 +98,7 @@ class Side(Callback):
             weights_hash=lambda: models.content_hash(self.policy.model),
             reference_hash="",
             revision=start,
+            history=History.of(self.run),
             evaluate=lambda step, groups: None,
             keep_best=lambda step: None,
             callbacks=(self,),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinyllm.axes import AXES, PRESETS, ObjectiveAxes, describe_axes, resolve
-from tinyllm.config.io import from_toml, make_config, overlay, parse_overrides, to_toml
+from tinyllm.config.io import from_toml, make_config, overlay, to_toml
 from tinyllm.config.options import options
 from tinyllm.config.sections import GRPOConfig
 from tinyllm.errors import ConfigError
@@ -114,7 +114,7 @@ def test_the_kl_has_the_presets_weight_unless_one_is_given():
 def test_what_was_given_lies_over_the_preset_wherever_it_was_given():
     """A file with an axis, then a preset on the command line; and the whole survives TOML."""
     config = from_toml("[objective]\nclip_high = 0.3\nbeta = 0.0\n")
-    config = overlay(config, parse_overrides(["--objective.preset", "grpo"]))
+    config = overlay(config, {"objective.preset": "grpo"})
     assert config.objective.axes == replace(PRESETS["grpo"].axes, clip_high=0.3, beta=0.0)
     assert from_toml(to_toml(config)) == config == from_toml(to_toml(config, sparse=True))
     named = make_config(preset="grpo")

@@ -344,8 +344,8 @@ def test_what_fails_is_a_failed_completion_and_never_wrong(here, tmp_path, no_pa
     assert (line["prompts"], line["failed"], line["truncated"]) == (21, 3 / 24, 1 / 24)
     assert line["score"]["value"] == 20 / 21 and line["if_failed"] == [20 / 24, 23 / 24]
     reasons = [g.rollouts[0].verdict.reason for g in read_table(tmp_path / "served/rollouts/1.parquet").groups[3:6]]
-    assert reasons[0].startswith("sampling failed: HTTP 400: ") and "HTTP 500" in reasons[1]
-    assert reasons[2] == "sampling failed: finish reason 'content_filter'"
+    assert reasons[0].startswith("HTTP 400: ") and "HTTP 500" in reasons[1]
+    assert reasons[2] == "finish reason 'content_filter'"
     tries = [text_of(body).split("+")[0] for _, body, _ in httpd.asked]
     assert tries.count("3") == 1 and tries.count("4") == server.ATTEMPTS, "a refusal is final"
     assert "had all of them been wrong, accuracy would be 0.833, had all been right, 0.958" in report["warnings"][0]

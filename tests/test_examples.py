@@ -58,6 +58,7 @@ def test_the_main_job_departs_from_the_defaults_where_it_says_so():
     assert load_toml(EXAMPLES / "arithmetic.toml") == replace(
         default,
         sampling=replace(default.sampling, max_new_tokens=20, temperature=0.8),
+        objective=replace(default.objective, preset="grpo", beta=0.0),
         optimizer=replace(default.optimizer, lr=2e-5),
         train=replace(default.train, steps=18, updates_per_batch=2),
         eval=replace(default.eval, every=9),

@@ -156,7 +156,7 @@ def test_older_and_given_tokens_of_one_completion():
 
 def test_the_overlong_penalty_counts_sampled_tokens():
     """A buffer of 4 of 8 tokens begins after 4: six tokens of which two are given are not too long."""
-    rules = BatchRules.of(options(train={"overlong_buffer": 0.5}))
+    rules = BatchRules.of(options(train={"overlong": 0.5}))
     assert make_batch([GIVEN], rules).rewards.tolist() == [1, 0, 0.5, 1]
     assert make_batch([PLAIN], rules).rewards.tolist() == [0.5, 0, 0.25, 1]
 

@@ -144,7 +144,7 @@ def test_tokens_that_the_environment_gave_are_kept_without_a_log_probability(run
     spans = (RevisionSpan(first.revision, 0, 1), RevisionSpan(None, 1, 3), RevisionSpan(first.revision, 3, 4))
     logprobs = (first.logprobs[0], None, None, first.logprobs[3])
     given = replace(group.rollouts[0], completion=replace(first, spans=spans, logprobs=logprobs))
-    run.record(1, [replace(group, rollouts=(given, *group.rollouts[1:]))])
+    run.record(Step(1, [replace(group, rollouts=(given, *group.rollouts[1:]))]))
     back = run.read_groups(1)[0].rollouts
     assert back == (given, *group.rollouts[1:]) and back[0].completion.sampled == (True, False, False, True)
     table = pq.read_table(run.rollout_path(1))

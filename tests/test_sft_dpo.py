@@ -336,13 +336,13 @@ def test_held_out_likelihood_by_hand():
         tiny.group("b", [1], ids=[(4,)], prompt_ids=(7,)),
     ]
     losses = iter([1.0, 2.0, 3.0])
-    found = held_out_likelihood(groups, lambda rows: [torch.full((len(c),), -next(losses)) for _, c in rows])
+    found = held_out_likelihood(groups, lambda rows: [torch.full((len(row.targets),), -next(losses)) for row in rows])
     half = 12.706205 * 2 / 3
     assert found["loss"] == 2.0 and found["prompts"] == 3 and found["tokens"] == 3
     assert (found["loss_low"], found["loss_high"]) == pytest.approx((0.0, 2 + half), rel=1e-6), "no loss is below 0"
     turns = [tiny.group("a", [1], ids=[(2,)]), tiny.group("a/1", [1], ids=[(3,)], prompt_ids=(8,)), groups[2]]
     losses = iter([1.0, 2.0, 3.0])
-    again = held_out_likelihood(turns, lambda rows: [torch.full((len(c),), -next(losses)) for _, c in rows])
+    again = held_out_likelihood(turns, lambda rows: [torch.full((len(row.targets),), -next(losses)) for row in rows])
     assert again == found | {"prompts": 2}
 
 

@@ -59,6 +59,7 @@ EXTRAS = {
     "cluster": ("ray",),
     "data": ("datasets",),
     "gym": ("reasoning_gym", "magiccube"),
+    "instructions": ("py3langid",),
     "json": ("re2", "jsonschema"),
     "lora": ("peft",),
     "math": ("math_verify",),

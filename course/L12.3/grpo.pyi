@@ -213,10 +213,9 @@ def collect_groups(
     """Sample all prompts, verify what came back, and group it: params.n rollouts per prompt, prompts in their order.
 
     Completions are matched to prompts by (prompt_id, draw, sample), never by position. verify is called once, with
-    every usable completion exactly once beside its prompt; not at all when there is none.
-
-    A failure is data: an unscored rollout with its reason, whose completion has finish_reason "error" and no tokens, so
-    that nothing can train on it. Raises EngineError and RewardError as the functions below do.
+    every usable completion exactly once beside its prompt; not at all when there is none. A failure is data: an
+    unscored rollout with its reason, whose completion has finish_reason "error" and no tokens (see _fault for what
+    counts as one). Raises EngineError and RewardError as check_completions and judge_completions do.
     """
 
 def check_completions(
@@ -224,21 +223,17 @@ def check_completions(
 ) -> list[Completion]:
     """What a client returned, put in order: params.n completions per prompt, prompt after prompt, sample after sample.
 
-    Failures are a completion the client marked "error" or did not return; a finish reason other than "stop" and
-    "length"; ids and log-probabilities that are empty or of different length; an id that is no whole number of at least
-    0; a log-probability that is no number, NaN, infinite or above 0 (None for a token that the environment gave); more
-    than max_new_tokens sampled tokens; one that stopped without its stop token (params.stop_token_ids, when no stop
-    string could have ended it).
-
-    Raises EngineError for a completion that was not asked for or is there twice, and when nothing that the client
-    claims to have sampled is usable.
+    One that is missing, or that nothing can be trained on, is a failed completion with its reason. Raises EngineError
+    for a completion that was not asked for or is there twice, and when nothing of what the client claims is usable.
     """
 
 def judge_completions(verify: Verify, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Judged:
-    """One verdict per completion, in order, and what was logged for it; a failed completion is unscored.
+    """One verdict per completion, in order, and what was logged for it.
 
-    If verify raises, everything it was given is unscored with what it raised; our own errors pass through. A reward
-    beyond 1e100 is unscored too. Raises RewardError when verify returns another number of verdicts, or something else.
+    verify gets every completion that did not fail, once, beside its prompt; it returns one Verdict for each, or Judged.
+    A completion that failed is unscored with its reason. If verify raises, everything it was given is unscored with
+    what it raised; our own errors pass through. A reward beyond 1e100 is unscored too. Raises RewardError when verify
+    returns another number of verdicts, or something else.
     """
 
 def group_rollouts(

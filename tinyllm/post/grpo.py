@@ -541,10 +541,10 @@ def _fault(c: Completion, params: SamplingParams) -> str | None:
     """Why a completion cannot be trained on, or None."""
     if c.finish_reason == "error":
         return c.error or "the sampler failed without a reason"
-    sampled = c.sampled
-    if c.spans and len(sampled) != len(c.token_ids):
-        return f"spans of {len(sampled)} tokens for {len(c.token_ids)} token ids"
-    fault = fault_of(c.token_ids or (), c.logprobs or (), c.finish_reason, params, sampled=sampled if c.spans else None)
+    ids, sampled = c.token_ids or (), c.sampled if c.spans else None
+    if sampled is not None and len(sampled) != len(ids):
+        return f"spans of {len(sampled)} tokens for {len(ids)} token ids"
+    fault = fault_of(ids, c.logprobs or (), c.finish_reason, params, sampled=sampled)
     return None if fault is None else fault[1]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tinyllm.errors import RewardError
+from tinyllm.errors import require_extra
 
 LANGUAGES = frozenset(
     "ar bg bn de el en es fa fi fr gu he hi hy it ja ka kn ko ml mr ne nl pa pl pt ru sv sw ta te th tr uk ur vi zh"
@@ -29,7 +29,7 @@ MIN_HALF_CHARS = 30
 def language_of(text: str) -> str | None:
     """The code of the language that a text is in; None when the text is too short or too mixed to tell.
 
-    Raises RewardError where py3langid is not installed.
+    Raises MissingExtra where py3langid is not installed.
     """
     text = " ".join(text[:MAX_CHARS].split())
     language = _told(text)
@@ -50,11 +50,8 @@ def _told(text: str) -> str | None:
 
 @functools.cache
 def detector() -> Any:
-    """py3langid's classifier with its own model, loaded once. Raises RewardError where it is not installed."""
-    try:
-        from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError:
-        raise RewardError(
-            "constraints on a text's language need py3langid; pip install 'tinyllm[instructions]'"
-        ) from None
+    """py3langid's classifier with its own model, loaded once. Raises MissingExtra."""
+    require_extra("instructions", "a constraint on a text's language")
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
