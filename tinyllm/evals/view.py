@@ -1,4 +1,4 @@
-"""What a person sees of an evaluation: a table, sentences, and eval.png."""
+"""An evaluation as tables and sentences in the terminal, and as a plot, eval.png."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def overlap_lines(overlap: Report) -> list[str]:
 
 
 def show_plan(rows: Sequence[Report], out: Console) -> None:
-    """Print what plan() found."""
+    """Print the rows of suite.plan()."""
     for row in rows:
         clusters = f" in {row['clusters']} clusters" if row["clusters"] < row["prompts"] else ""
         samples = "1 sample" if row["samples"] == 1 else f"{row['samples']} samples"

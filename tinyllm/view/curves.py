@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Bands = Mapping[int, tuple[float, float]]
-"""By step, the interval of its mean reward."""
+"""Step -> interval of its mean reward."""
 FROM_ZERO = ("share", "tokens", "nats", "seconds", "steps")
 """Units whose axis starts at 0."""
 PARTS_OF_A_STEP = ("sample", "verify", "wait", "record", "update", "publish")
-"""What a line of timing.jsonl has the seconds of."""
+"""Parts of a step whose seconds a line of timing.jsonl has."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Series:
     """Steps."""
     y: Sequence[float]
     role: int = 0
-    """Its place among the series of its run: what colour and dash stand for."""
+    """Its number among the series of its run, which decides colour and dash."""
     points: bool = False
-    """Whether each value is marked."""
+    """Whether each value has a marker."""
     raw: bool = False
-    """Whether the values are drawn as they are, not as the mean of neighbours."""
+    """Whether the values themselves are drawn, not a running mean."""
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
-    """The interval around y, if there is one."""
+    """Ends of the interval around y, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def charts(runs: Sequence[RunDir], rollouts: Sequence[Rollouts | None]) -> list[
 
 
 def metrics_of(spec: ChartSpec, lines: Sequence[Lines]) -> list[Metric]:
-    """The rows of METRICS in a chart that any run has numbers of, those with a pattern once for every name."""
+    """The rows of METRICS in a chart of which some run has numbers; `reward_parts.*` gives a row for each part."""
     found: list[Metric] = []
     for row in (row for row in METRICS if row.chart == spec.title):
         present = (values for run in lines for values in run.of_line(row.line))
@@ -144,7 +144,7 @@ def _plain(spec: ChartSpec, lines: Sequence[Lines]) -> Chart:
 
 
 def _reward(spec: ChartSpec, lines: Sequence[Lines]) -> Chart:
-    """Mean reward of sampled completions with its interval; the accuracy where it is another number."""
+    """Mean reward of sampled completions with its interval, and their accuracy where it differs from the reward."""
     drawn = []
     for number, run in enumerate(lines):
         rewards, accuracies = _values(run.train, "reward_mean"), _values(run.train, "accuracy")
@@ -161,7 +161,7 @@ def _reward(spec: ChartSpec, lines: Sequence[Lines]) -> Chart:
 
 
 def _held_out(spec: ChartSpec, lines: Sequence[Lines]) -> Chart:
-    """What held-out rows scored, under the name of the score; the mean reward has no interval."""
+    """The score of held-out rows, named in the title; a mean reward has no interval."""
     drawn, kind, count = [], "accuracy", 0
     for number, run in enumerate(lines):
         scored = [(row, score) for row in run.evals if (score := held_out_score(row))]

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live display in a terminal, plain lines elsewhere, and a summary at the end."""
+"""The display of a run: live in a terminal, plain lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST_STEPS = 10
 
 
 def show_progress(console: Console | None = None) -> Callback:
-    """The display that fits where output goes: live in a terminal, one line per step otherwise."""
+    """The display that suits the output: live in a terminal, one line per step otherwise."""
     console = console or Console(file=sys.stdout, highlight=False)
     return LiveProgress(console) if console.is_terminal and not console.is_dumb_terminal else PlainProgress(console)
 
@@ -78,7 +78,7 @@ class PlainProgress(Callback):
                 self.say(line)
 
     def advance(self, step: int) -> None:
-        """Note how long the step took, with what came between."""
+        """Note the seconds since the step before, an evaluation between the two included."""
         now = time.monotonic()
         self.seconds.append(now - self.last)
         self.last, self.steps_done = now, step
@@ -155,7 +155,7 @@ class LiveProgress(PlainProgress):
 
 
 class ReplayProgress(Callback):
-    """One line that is drawn again while a run is replayed; nothing without a terminal."""
+    """A status line for replays and evaluations; shows nothing where the output is no terminal."""
 
     def __init__(self) -> None:
         console = Console(file=sys.stdout)
@@ -171,7 +171,7 @@ class ReplayProgress(Callback):
         self.on_phase(f"step {done} of {total} replayed")
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Remove the status line."""
         if self.status is not None:
             self.status.stop()
 
@@ -180,7 +180,7 @@ class ReplayProgress(Callback):
 
 
 def headline(info: RunInfo) -> str:
-    """What is about to be trained, on what, and where it is written."""
+    """The first lines of a run: model, data, objective, sizes and run directory."""
     config, facts = info.config, info.facts
     how = _objective(config) if isinstance(config, GRPOConfig) else config.kind
     what = f"{Path(config.model.name).name} on {source_name(config)}, {how}, seed {config.seed}"
@@ -199,23 +199,23 @@ def headline(info: RunInfo) -> str:
 
 
 def _objective(config: GRPOConfig) -> str:
-    """The preset and the weight of its KL, with who chose that weight."""
+    """The preset and beta, and whether beta is the preset's own."""
     beta = config.objective.axes.beta
     by_preset = config.objective.preset is not None and config.objective.beta is None
     return f"{config.objective.name} with beta {beta:g}" + (" (the preset's)" if by_preset else "")
 
 
 def source_name(config: Config) -> str:
-    """Where the prompts come from, in a word."""
+    """Name of the file, data set, run or task that the prompts come from."""
     data = config.data
     otherwise = str(getattr(data, "from_run", None) or getattr(data, "task", "?"))
     return Path(data.file or data.dataset or otherwise).name
 
 
 def numbers(metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> list[str]:
-    """The figures of a step that are worth a glance."""
+    """The numbers of a step that METRICS has a `glance` format for, and tokens per second."""
     shown = []
-    given = "reward_mean" not in metrics  # completions that are given, not sampled: the loss is what falls
+    given = "reward_mean" not in metrics  # SFT and DPO, whose loss is shown in place of a reward
     for row in METRICS:
         value = metrics.get(row.key) if row.line == "train" and row.glance else None
         if value is None or (row.key == "loss" and not given) or (row.unit == "count" and not value):
@@ -229,7 +229,7 @@ def numbers(metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> list[str]:
 
 
 def console() -> Console:
-    """Where results are printed: the terminal, or as wide as need be where there is none."""
+    """Where results are printed: as wide as the terminal, or 200 columns where there is none."""
     plain = Console(file=sys.stdout, highlight=False)
     return plain if plain.is_terminal else Console(file=sys.stdout, highlight=False, width=200)
 
@@ -245,7 +245,7 @@ def accuracy(row: Mapping[str, Any]) -> str:
 
 
 def score_name(row: Mapping[str, Any]) -> str:
-    """What `accuracy` shows of this row."""
+    """The name of the score that `accuracy` formats."""
     return f"held-out {score_kind(row)}"
 
 

@@ -43,7 +43,7 @@ class Rollouts:
     advantage: np.ndarray
     """NaN: not in derived/."""
     trained: np.ndarray
-    """Whether derived/ has the trainer's log-probabilities of the rollout."""
+    """Whether derived/ has the trainer's log-probabilities of the rollout, as 1 or 0."""
     finish: np.ndarray
     """Index into FINISH."""
     seed_key: np.ndarray
@@ -200,7 +200,7 @@ def _derived(
 
 
 def packed(data: bytes, level: int = 6) -> str:
-    """Bytes as a block holds them."""
+    """Bytes compressed and in base64, as a block stores them."""
     return base64.b64encode(zlib.compress(data, level)).decode()
 
 
@@ -215,7 +215,7 @@ class Blocks:
         return self.add_packed(packed(data, level))
 
     def add_packed(self, text: str) -> int:
-        """Keep what `packed` returned."""
+        """Keep a text that `packed` returned."""
         self.html.append(f'<script type="text/plain" id="block-{len(self.html)}">{text}</script>')
         return len(self.html) - 1
 
@@ -286,7 +286,7 @@ def replay_command(run: RunDir) -> str:
 
 
 def token_texts(run: RunDir, ids: np.ndarray) -> dict[int, str]:
-    """What each of these token ids says, by the run's own tokenizer or its start model's; empty without one."""
+    """Token id -> its text, by the tokenizer of the run's model or of its start model; empty without a tokenizer."""
     path = _tokenizer_file(run)
     if path is None:
         return {}

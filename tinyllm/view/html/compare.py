@@ -1,4 +1,4 @@
-"""Two runs beside each other: where they part, which conditions differ, and what the difference in reward is worth."""
+"""Two runs side by side: the first difference, the conditions that differ, and the difference in reward."""
 
 from __future__ import annotations
 
