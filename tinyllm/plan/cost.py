@@ -234,15 +234,13 @@ def _bound(stages: dict[str, float], max_lag: int) -> str:
 def engines_needed(job: Workload, layout: Layout, rates: Rates) -> int | None:
     """The fewest engines apart whose sampling takes no longer than these trainers' own hops."""
 
-    def stages(engines: int) -> dict[str, float]:
-        apart = replace(layout, engines=engines)
-        return stage_seconds(step_hops(job, apart, rates), apart)
-
     def enough(engines: int) -> bool:
-        return stages(engines)["sample"] <= stages(engines)["train"]
+        apart = replace(layout, engines=engines)
+        stages = stage_seconds(step_hops(job, apart, rates), apart)
+        return 0 < stages["sample"] <= stages["train"]
 
     most = math.ceil(job.groups)
-    if not stages(most)["sample"] or not stages(most)["train"] or not enough(most):
+    if not enough(most):
         return None
     return 1 + bisect.bisect_left(range(1, most + 1), True, key=enough)  # more engines never sample longer
 
