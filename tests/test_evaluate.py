@@ -79,7 +79,7 @@ def test_two_models_on_a_suite(here, tmp_path):
         assert {g.prompt.text for g in table.groups}.isdisjoint({"3+0=", "7+1="})
         again = measure.summarize([measure.answers_of(g, g.prompt.id) for g in table.groups], 4)
         assert json.loads(json.dumps({"task": "suite.jsonl", "model": "ab"[number - 1], **again})) == line
-        assert table.extra[0] == {"task": "suite.jsonl"}
+        assert set(table.logged.extras["task"]) == {"suite.jsonl"}
         assert line["measure"] == "reward" and 0 < line["score"]["value"] < 1
         assert table.groups[0].rollouts[0].completion.revision.hash == report["models"][number - 1]["weights"]
     (pair,) = report["comparisons"]

@@ -100,7 +100,7 @@ def test_every_preset_trains_the_sampled_tokens_alone(preset, budget):
     assert result.stats.kl == pytest.approx(float(kl.mean()), rel=1e-4)
     assert (result.stats.tokens, result.stats.gap_tokens, result.stats.kl_tokens, result.stats.rows) == (8, 8, 8, 3)
     assert result.stats.ratio_max == 1.0
-    gap = torch.cat([a.detach() - torch.tensor(batch.recorded(row)) for row, a in enumerate(logp[:3])])
+    gap = torch.cat([a.detach() - batch.recorded(row) for row, a in enumerate(logp[:3])])
     assert result.stats.sampler_gap == pytest.approx(float(gap.abs().mean()), rel=1e-5)
     for row in range(3):
         torch.testing.assert_close(result.logprobs[row], logp[row].detach(), atol=1e-5, rtol=1e-5)
@@ -144,7 +144,7 @@ def test_older_and_given_tokens_of_one_completion():
     logp = dense(twin)
     terms = []
     for row in range(3):
-        start = torch.tensor(batch.recorded(row)) if row == 0 else logp[row].detach()
+        start = batch.recorded(row) if row == 0 else logp[row].detach()
         q, a = (logp[row] - start).exp(), float(batch.advantages[row])
         terms.append(-torch.minimum(q * a, q.clamp(0.1, 10.0) * a))
     averaged(terms, "sequence").backward()

@@ -23,6 +23,7 @@ LAYERS = """
     engine.remote model.refs distributed
     rewards
     tasks
+    episodes
     health
     post
     pool
@@ -155,3 +156,33 @@ def test_no_file_names_a_machine():
                 if found := pattern.search(line):
                     faults.append(f"{name}:{number}: {found.group()}")
     assert not faults, "\n".join(faults)
+
+
+def test_a_public_class_name_stands_for_one_thing():
+    places: dict[str, list[str]] = {}
+    for module in MODULES:
+        for node in parse(module).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+def test_the_root_is_small():
+    """What everything speaks stands in the root; everything else has a room."""
+    assert len(list((ROOT / "tinyllm").glob("*.py"))) <= 8
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from tinyllm import grpo, sft, dpo, evaluate, resume",
+        "from tinyllm.post.grpo import clipped_objective, collect_groups, group_advantages",
+        "from tinyllm.records import Completion, Group, Prompt, Verdict",
+        "from tinyllm.config import GRPOConfig",
+        "from tinyllm.rundir import RunDir",
+        "from tinyllm.htmlreport import Section, write_html",
+        "from tinyllm.htmlreport.sections import table, text",
+    ],
+)
+def test_names_that_docs_have_shown_are_found_there(line):
+    exec(line, {})

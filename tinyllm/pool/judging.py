@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from tinyllm import rewards
 from tinyllm.config.sections import RewardConfig
 from tinyllm.pool.state import GroupRequest
-from tinyllm.post.grpo import check_completions, group_rollouts
-from tinyllm.post.source import JudgedGroups, judge_groups
+from tinyllm.post.grpo import check_completions, group_rollouts, judge_completions
+from tinyllm.post.source import JudgedGroups
 from tinyllm.records import Completion, Logged, Verdict
 from tinyllm.seams import Judge
 from tinyllm.tasks import TaskData
@@ -29,7 +30,8 @@ class JudgeWorker:
     def _judged(self, request: GroupRequest, returned: Sequence[Completion]) -> JudgedGroups:
         prompts = [request.prompt]
         completions = check_completions(returned, prompts, request.params)
-        return judge_groups(self.judge, prompts, completions, request.step)
+        judged = judge_completions(partial(self.judge, step=request.step), prompts, completions)
+        return JudgedGroups(tuple(group_rollouts(prompts, completions, judged.verdicts)), judged.logged)
 
 
 def build_judge_worker(reward: RewardConfig, data: TaskData) -> JudgeWorker:

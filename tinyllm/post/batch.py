@@ -109,10 +109,10 @@ class Batch:
         """What a forward pass reads of a row: prompt, completion, and the positions whose tokens are scored."""
         return Scored(self.prompts[row], self.rollouts[row].completion.token_ids, self.positions(row))
 
-    def recorded(self, row: int) -> list[float | None]:
-        """The sampler's log-probabilities of a row's trained tokens."""
+    def recorded(self, row: int) -> Tensor:
+        """The sampler's log-probabilities of a row's trained tokens, [n] fp32: the same bits that it computed."""
         logprobs = self.rollouts[row].completion.logprobs
-        return [logprobs[position] for position in self.positions(row)]
+        return torch.tensor([logprobs[position] for position in self.positions(row)], dtype=torch.float32)
 
     def spread(self, row: int, values: Sequence[float]) -> list[float | None]:
         """One value per token of a row's completion, from one per trained token; None where none is trained."""

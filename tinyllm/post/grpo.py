@@ -511,20 +511,38 @@ def judge_completions(verify: Verify, prompts: Sequence[Prompt], completions: Se
     returns another number of verdicts, or something else.
     """
     by_id = {(p.id, p.draw): p for p in prompts}
-    usable = [i for i, c in enumerate(completions) if c.finish_reason != "error"]
-    judged = _judge(verify, [by_id[completions[i].prompt_id, completions[i].draw] for i in usable],
-                    [completions[i] for i in usable])  # fmt: skip
-    place = {i: number for number, i in enumerate(usable)}
+    place = {i: n for n, i in enumerate(i for i, c in enumerate(completions) if c.finish_reason != "error")}
+    given = [completions[i] for i in place]
+    verdicts: Sequence[Verdict] = []
+    logged = Logged()
+    try:
+        result = verify([by_id[c.prompt_id, c.draw] for c in given], given) if given else []
+        verdicts, logged = (result.verdicts, result.logged) if isinstance(result, Judged) else (result, logged)
+    except TinyLLMError:
+        raise
+    except Exception as error:  # noqa: BLE001 - not hidden: the recorded reason of every rollout it leaves unscored
+        reason = f"verifier raised {type(error).__name__}: {' '.join(str(error).split())}"
+        verdicts = [Verdict(None, reason=reason)] * len(given)
+    count = len(verdicts) if isinstance(verdicts, Sequence) else None
+    if count != len(given) or not all(isinstance(v, Verdict) for v in verdicts):
+        what = f"{count} verdicts" if count not in (None, len(given)) else "something other than verdicts"
+        raise RewardError(f"the verifier returned {what} for {len(given)} completions: return one Verdict for each")
     # Without a value a failed completion leaves mean and std of its group
-    verdicts = tuple(
-        judged.verdicts[place[i]] if i in place else Verdict(None, c.error or "the sampler failed without a reason")
-        for i, c in enumerate(completions)
+    return Judged(
+        tuple(
+            _bounded(verdicts[place[i]])
+            if i in place
+            else Verdict(None, c.error or "the sampler failed without a reason")
+            for i, c in enumerate(completions)
+        ),
+        Logged(
+            logged.metrics,
+            {
+                name: [column[place[i]] if i in place else None for i in range(len(completions))]
+                for name, column in logged.extras.items()
+            },
+        ),
     )
-    extras = {
-        name: [column[place[i]] if i in place else None for i in range(len(completions))]
-        for name, column in judged.logged.extras.items()
-    }
-    return Judged(verdicts, Logged(judged.logged.metrics, extras))
 
 
 def group_rollouts(
@@ -546,28 +564,6 @@ def _fault(c: Completion, params: SamplingParams) -> str | None:
         return f"spans of {len(sampled)} tokens for {len(ids)} token ids"
     fault = fault_of(ids, c.logprobs or (), c.finish_reason, params, sampled=sampled)
     return None if fault is None else fault[1]
-
-
-def _judge(verify: Verify, prompts: list[Prompt], completions: list[Completion]) -> Judged:
-    """What verify returns, one verdict per completion; what it raises is recorded, a broken contract is an error."""
-    if not completions:
-        return Judged(())
-    try:
-        result = verify(prompts, completions)
-    except TinyLLMError:
-        raise
-    except Exception as error:  # noqa: BLE001 - not hidden: the recorded reason of every rollout it leaves unscored
-        reason = f"verifier raised {type(error).__name__}: {' '.join(str(error).split())}"
-        return Judged((Verdict(None, reason=reason),) * len(completions))
-    verdicts = result.verdicts if isinstance(result, Judged) else result
-    count = len(verdicts) if isinstance(verdicts, Sequence) else None
-    if count != len(completions) or not all(isinstance(v, Verdict) for v in verdicts):
-        what = f"{count} verdicts" if count not in (None, len(completions)) else "something other than verdicts"
-        raise RewardError(
-            f"the verifier returned {what} for {len(completions)} completions: return one Verdict for each"
-        )
-    logged = result.logged if isinstance(result, Judged) else Logged()
-    return Judged(tuple(_bounded(v) for v in verdicts), logged)
 
 
 def _bounded(v: Verdict) -> Verdict:

@@ -95,7 +95,7 @@ class GRPOObjective:
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
         """The first pass's for a row of the trained revision; where older weights had a part, what was recorded."""
-        return first if batch.is_current(row) else _recorded(batch, row, first.device)
+        return first if batch.is_current(row) else batch.recorded(row).to(first.device)
 
     def loss(
         self,
@@ -117,7 +117,7 @@ class GRPOObjective:
             batch.advantages[list(rows)].to(device, torch.float32),
             mask,
             logp_ref=padded(reference)[0] if reference is not None else None,
-            logp_sampler=padded([_recorded(batch, row, device) for row in rows])[0],
+            logp_sampler=padded([batch.recorded(row).to(device) for row in rows])[0],
             gap_mask=torch.tensor([batch.is_current(row) for row in rows]),
             denominator=batch.denominator,
             **self.axes.arguments("loss"),
@@ -151,11 +151,6 @@ class GRPOObjective:
             "sampler_gap_max": stats.gap_max if stats.gap_tokens else None,
             "sampler_kl": stats.sampler_kl,
         }
-
-
-def _recorded(batch: Batch, row: int, device: torch.device) -> Tensor:
-    """The sampler's log-probabilities of a row's trained tokens, [n] fp32: the same bits that it computed."""
-    return torch.tensor(batch.recorded(row), dtype=torch.float32, device=device)
 
 
 def _lag_metrics(batch: Batch) -> dict[str, Any]:

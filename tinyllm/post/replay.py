@@ -304,9 +304,8 @@ class _Player:
                 rollout = batch.rollouts[index]
                 if not batch.is_current(index):
                     continue
-                for i, (was, now) in zip(
-                    batch.positions(index), zip(batch.recorded(index), logp.tolist(), strict=True), strict=True
-                ):
+                for i, now in zip(batch.positions(index), logp.tolist(), strict=True):
+                    was = rollout.completion.logprobs[i]
                     if was != now:
                         name = (
                             f"row {index} (prompt {rollout.completion.prompt_id}, sample {rollout.completion.sample})"

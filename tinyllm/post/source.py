@@ -20,7 +20,7 @@ from tinyllm.errors import TrainingStopped
 from tinyllm.post.batch import BatchRules, has_signal
 from tinyllm.post.grpo import check_completions, group_rollouts, judge_completions
 from tinyllm.record.rundir import RunDir
-from tinyllm.records import Completion, Group, Logged, Prompt, Revision, SamplingParams, Step
+from tinyllm.records import Group, Logged, Prompt, Revision, SamplingParams, Step
 from tinyllm.seams import Engine, Judge, Source
 
 
@@ -122,36 +122,49 @@ class InlineSource:
         self.engine.publish(revision)
 
     def __iter__(self) -> Iterator[Step]:
+        collect = self._collect if self.ranks.count == 1 else self._collect_on_all_ranks
+        dynamic = self.rules.dynamic_sampling
         for number in range(self.first_step, self.train.steps + 1):
-            yield self._step(number)
-
-    def _step(self, number: int) -> Step:
-        timing = Timing(self.on_phase)
-        draws: dict[str, int] = {}
-        drawn = [self._collect(number, self.order.take(self.train.prompts_per_step, draws), timing)]
-        if self.rules.dynamic_sampling:
-            for _ in range(self.refills):
+            timing = Timing(self.on_phase)
+            draws: dict[str, int] = {}
+            drawn = [collect(number, self.order.take(self.train.prompts_per_step, draws), timing)]
+            for _ in range(self.refills if dynamic else 0):
                 missing = missing_groups([g for part in drawn for g in part.groups], self.rules, self.train)
                 if not missing:
                     break
-                drawn.append(self._collect(number, self.order.take(missing, draws), timing))
-        groups = tuple(group for part in drawn for group in part.groups)
-        if self.rules.dynamic_sampling:
-            require_signal(number, groups, self.rules, self.refills)
-        return Step(number, groups, joined_logs(drawn), timing.seconds, prompts=len(groups))
+                drawn.append(collect(number, self.order.take(missing, draws), timing))
+            groups = tuple(group for part in drawn for group in part.groups)
+            if dynamic:
+                require_signal(number, groups, self.rules, self.refills)
+            logged = drawn[0].logged if len(drawn) == 1 else joined_logs(drawn)
+            yield Step(number, groups, logged, timing.seconds, prompts=len(groups))
 
     def _collect(self, number: int, prompts: Sequence[Prompt], timing: Timing) -> JudgedGroups:
-        """The groups of these prompts; on several ranks each does its share, and has the results of all."""
-        if self.ranks.count > 1:
-            return _shared(self.ranks, prompts, lambda share: self._collect_own(number, share, timing))
-        return self._collect_own(number, prompts, timing)
-
-    def _collect_own(self, number: int, prompts: Sequence[Prompt], timing: Timing) -> JudgedGroups:
+        """The groups of these prompts, sampled and judged in this process."""
         params = replace(self.params, step=number)
         with timing("sample_s", "sampling"):
             completions = check_completions(self.engine.sample(prompts, params), prompts, params)
         with timing("verify_s", "verifying"):
-            return judge_groups(self.judge, prompts, completions, number)
+            judged = judge_completions(partial(self.judge, step=number), prompts, completions)
+        return JudgedGroups(tuple(group_rollouts(prompts, completions, judged.verdicts)), judged.logged)
+
+    def _collect_on_all_ranks(self, number: int, prompts: Sequence[Prompt], timing: Timing) -> JudgedGroups:
+        """Each rank does its share, and has the results of all; a logged number is the mean of the ranks'."""
+        metrics: Mapping[str, float] = {}
+
+        def work(share: Sequence[Prompt]) -> list[tuple[Group, dict[str, list[Any]]]]:
+            nonlocal metrics
+            part = self._collect(number, share, timing)
+            metrics, found, start = part.logged.metrics, [], 0
+            for group in part.groups:
+                end = start + len(group.rollouts)
+                found.append((group, {name: list(x[start:end]) for name, x in part.logged.extras.items()}))
+                start = end
+            return found
+
+        each = self.ranks.share(prompts, work)
+        columns = joined_logs([JudgedGroups((group,), Logged(extras=columns)) for group, columns in each]).extras
+        return JudgedGroups(tuple(group for group, _ in each), Logged(_means(self.ranks.gather(metrics)), columns))
 
 
 @dataclass(frozen=True)
@@ -162,50 +175,18 @@ class JudgedGroups:
     logged: Logged
 
 
-def judge_groups(judge: Judge, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int) -> JudgedGroups:
-    """Judge what check_completions returned for these prompts, in one call."""
-    judged = judge_completions(partial(judge, step=step), prompts, completions)
-    return JudgedGroups(tuple(group_rollouts(prompts, completions, judged.verdicts)), judged.logged)
-
-
-def _shared(
-    ranks: Ranks, prompts: Sequence[Prompt], collect: Callable[[Sequence[Prompt]], JudgedGroups]
-) -> JudgedGroups:
-    """What `collect` makes of all prompts, of which each rank does its share; a number is the mean of the ranks'."""
-    metrics: Mapping[str, float] = {}
-
-    def work(share: Sequence[Prompt]) -> list[tuple[Group, dict[str, list[Any]]]]:
-        nonlocal metrics
-        part = collect(share)
-        metrics, found, start = part.logged.metrics, [], 0
-        for group in part.groups:
-            end = start + len(group.rollouts)
-            found.append((group, {name: list(x[start:end]) for name, x in part.logged.extras.items()}))
-            start = end
-        return found
-
-    each = ranks.share(prompts, work)
-    parts = [JudgedGroups((group,), Logged(extras=columns)) for group, columns in each]
-    return JudgedGroups(
-        tuple(group for group, _ in each), Logged(_means(ranks.gather(metrics)), _joined_columns(parts))
-    )
-
-
 def joined_logs(parts: Sequence[JudgedGroups]) -> Logged:
-    """What was logged over the calls of one step: columns of all its groups, means of its numbers."""
-    return Logged(_means([part.logged.metrics for part in parts]), _joined_columns(parts))
+    """What was logged over the calls of one step: means of its numbers, columns of all its groups.
 
-
-def _joined_columns(parts: Sequence[JudgedGroups]) -> dict[str, list[Any]]:
-    """The columns one after the other; a part that lacks a column has None there."""
+    A part that lacks a column has None there.
+    """
     names = dict.fromkeys(name for part in parts for name in part.logged.extras)
     counts = [sum(len(group.rollouts) for group in part.groups) for part in parts]
-    return {
-        name: [
-            x for part, count in zip(parts, counts, strict=True) for x in part.logged.extras.get(name, [None] * count)
-        ]
+    extras = {
+        name: [x for part, n in zip(parts, counts, strict=True) for x in part.logged.extras.get(name, [None] * n)]
         for name in names
     }
+    return Logged(_means([part.logged.metrics for part in parts]), extras)
 
 
 def _means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
