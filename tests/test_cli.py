@@ -347,11 +347,10 @@ def test_words_and_numbers():
 def test_samples_prefer_groups_that_tell_good_from_bad():
     mixed, flat = make_groups()
     flat = replace(flat, rollouts=tuple(replace(r, verdict=Verdict(1.0)) for r in flat.rollouts))
-    shown = samples([flat, mixed], step=0, count=2)
+    shown = samples([flat, mixed], step=0)
     assert [prompt.id for prompt, _ in shown] == ["row-0", "row-0"]
     assert shown[0][1].reward > (shown[1][1].verdict.value or 0.0)
-    assert len(samples([flat], step=5, count=3)) == 3
-    assert samples([], step=1, count=2) == [] and samples([mixed], step=1, count=0) == []
+    assert len(samples([flat], step=5)) == 2 and samples([], step=1) == []
 
 
 # Looking at runs

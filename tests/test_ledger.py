@@ -38,7 +38,7 @@ def test_a_line_tells_what_became_of_a_group():
 def test_counts_are_of_trained_steps_and_of_the_last_attempt():
     lines = [line(i) for i in range(8)] + [line(0, dropped=1), line(20, step=2)]
     found = selection(lines, last_step=1)
-    assert (found.requested, found.finished, found.trained, found.dropped, found.ahead) == (32, 32, 31, 1, 4)
+    assert (found.requested, found.trained, found.dropped) == (32, 31, 1)
     assert {q.axis for q in found.quartiles} == {"length", "difficulty", "time"}
     assert all(sum(q.requested for q in found.quartiles if q.axis == axis) == 32 for axis in ("length", "time"))
 

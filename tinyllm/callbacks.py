@@ -1,10 +1,10 @@
-"""What a trainer tells those who watch it: the display, the trackers, and your own code.
+"""The events of a run, as callbacks receive them: the display, the trackers, and a user's own code.
 
-A callback sees records and numbers that are written already; nothing it does can change a run. An exception it raises
-stops the run like any other.
+A callback receives records and numbers that are already written, so no callback can change a run. An exception that a
+callback raises stops the run like any other.
 
 The keys of a `train` line (metrics.jsonl and on_step) and of an `eval` line (on_eval) are those of METRICS in
-record/metrics.py: docs/metrics.md. What was not measured is None.
+record/metrics.py: docs/metrics.md. A number that was not measured is None.
 Keys of a timing line: step, step_s, sample_s, verify_s, record_s, update_s, publish_s, sampled_tokens,
 peak_memory_bytes, and what the trainer adds. With a pool, wait_s (the trainer's, for groups) stands for sample_s and
 verify_s, and trainer_idle, engine_idle (servers_idle) and verifier_idle are shares of the time since the step before.
@@ -24,7 +24,7 @@ from tinyllm.records import Group
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known when training starts."""
+    """A run at the start of training."""
 
     path: Path
     """The run directory."""
@@ -37,7 +37,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run leaves."""
+    """Folders and held-out evaluations of a finished run."""
 
     run_dir: Path
     before: Mapping[str, Any] | None
@@ -45,7 +45,7 @@ class RunResult:
     after: Mapping[str, Any] | None
     model_dir: Path
     best_step: int | None = None
-    """The step of the best held-out accuracy, where it is kept."""
+    """The step of the model in best/; None where the run keeps no best model."""
 
     @property
     def plot(self) -> Path | None:
@@ -55,7 +55,7 @@ class RunResult:
 
 
 class Interrupted(TinyLLMError):
-    """Ctrl-C or SIGTERM: what was done is saved, and the message says how to go on."""
+    """Ctrl-C or SIGTERM: every finished step is saved, and the message has the command that resumes the run."""
 
     exit_code = 130
 
@@ -68,7 +68,7 @@ class Callback:
     """Base of all callbacks; each method does nothing until it is overridden."""
 
     def on_phase(self, phase: str) -> None:
-        """What is being done from now on, in a few words: "loading the model", "sampling". Lines below say more."""
+        """The work that begins now, in a few words ("loading the model", "sampling"), and details in further lines."""
 
     def on_start(self, info: RunInfo) -> None:
         """The run directory exists; the first evaluation comes next."""

@@ -1,7 +1,8 @@
-"""Uncertainty of evaluations: intervals, paired tests, and how small a difference a suite can show.
+"""Uncertainty of evaluations: 95% intervals, paired tests, and the smallest difference that a suite can show.
 
-Scores lie in [0, 1]; a row is one prompt, its columns the k samples drawn for it. Prompts that are not independent of
-each other (variants of one template, questions about one text) share a cluster; else each prompt is its own.
+Scores lie in [0, 1]. A row of scores is one prompt, its columns are the k samples drawn for that prompt. Prompts that
+depend on each other (variants of one template, questions about one text) share a cluster; any other prompt is a cluster
+of its own.
 
 Legend: n prompts, k samples of each, C clusters, x a score.
 """
@@ -12,8 +13,8 @@ import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from math import comb, sqrt
-from statistics import NormalDist
+from math import ceil, comb, sqrt
+from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,16 +22,21 @@ if TYPE_CHECKING:
 
     Matrix = np.ndarray | Sequence[Sequence[float]] | Sequence[float]
 
-Interval = tuple[float, float]
+LEVEL, POWER = 0.95, 0.8
+"""Level of every interval and test; power of the difference that a suite can detect."""
 RESAMPLES = 9999
-"""Of a bootstrap or a permutation test that cannot be exact."""
+"""Draws of the bootstrap, and of a permutation test whose patterns are too many to try all."""
+_BATCH = 2_000_000
+"""Numbers drawn at a time."""
 _SUBSETS = 2000
 _EXACT_FLIPS = 12
+_Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+_K2 = (_Z + NormalDist().inv_cdf(POWER)) ** 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95% interval (or that of the level asked for)."""
+    """A mean with its 95% interval."""
 
     value: float
     low: float
@@ -46,9 +52,9 @@ class Comparison:
 
     difference: Estimate
     p_value: float
-    """Exact McNemar with one sample per prompt and no clusters, else sign-flip permutation by cluster."""
+    """Exact McNemar with one sample per prompt and no clusters, else a sign-flip permutation test over clusters."""
     mid_p: float | None
-    """McNemar's mid-p, less conservative; None where McNemar does not apply."""
+    """McNemar's mid-p, less conservative than the exact p; None where McNemar's test does not apply."""
     wins: int
     losses: int
     """Prompts (or clusters) on which B is better, and worse."""
@@ -57,18 +63,16 @@ class Comparison:
 # One model
 
 
-def wilson(successes: float, n: float, level: float = 0.95) -> Interval:
+def wilson(successes: float, n: float) -> tuple[float, float]:
     """Score interval of a proportion: all p with |successes/n - p| <= z sqrt(p (1 - p) / n).
 
     Holds its level for small n and near 0 and 1, where p +- z se does not. Source: Wilson (1927). (0, 1) for n = 0.
     """
-    assert 0 <= successes <= n and 0 < level < 1, (successes, n, level)
-    if n == 0:
-        return 0.0, 1.0
-    return _score_interval(successes / n, n, NormalDist().inv_cdf(0.5 + level / 2))
+    assert 0 <= successes <= n, (successes, n)
+    return _score_interval(successes / n, n, _Z) if n else (0.0, 1.0)
 
 
-def _score_interval(p: float, n: float, z: float) -> Interval:
+def _score_interval(p: float, n: float, z: float) -> tuple[float, float]:
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return max(0.0, middle - half) if p > 0 else 0.0, min(1.0, middle + half) if p < 1 else 1.0
@@ -88,13 +92,13 @@ def clustered_error(scores: Matrix, clusters: Sequence[Hashable] | None = None) 
     return mean, error, count
 
 
-def accuracy(scores: Matrix, clusters: Sequence[Hashable] | None = None, level: float = 0.95) -> Estimate:
+def accuracy(scores: Matrix, clusters: Sequence[Hashable] | None = None) -> Estimate:
     """Mean score with its interval.
 
     Wilson's interval for the number of independent scores that would have the clustered standard error,
-    mean (1 - mean) / se^2, with the t quantile of C - 1 degrees of freedom. Where the scores of every cluster agree
-    with each other (one sample per prompt, for one), and where all clusters do, it is Wilson's interval on clusters:
-    never of width zero, never outside [0, 1].
+    mean (1 - mean) / se^2, with the t quantile of C - 1 degrees of freedom. Where the scores within every cluster are
+    equal (one sample per prompt is such a case), and where the means of all clusters are equal, Wilson's interval with
+    n = C. The interval never has width zero and never leaves [0, 1].
     """
     import numpy as np
 
@@ -103,18 +107,18 @@ def accuracy(scores: Matrix, clusters: Sequence[Hashable] | None = None, level: 
     sums, sizes = _cluster_sums(values, labels), np.bincount(labels) * values.shape[1]
     unanimous = len(set(sizes)) == 1 and bool(((sums == 0) | (sums == sizes)).all())
     if unanimous or (error < 1e-12 and count > 1):
-        return Estimate(mean, *_score_interval(mean, count, NormalDist().inv_cdf(0.5 + level / 2)))
+        return Estimate(mean, *_score_interval(mean, count, _Z))
     if count < 2:
         return Estimate(mean, 0.0, 1.0)
-    return Estimate(mean, *_score_interval(mean, mean * (1 - mean) / error**2, _t_quantile(level, count - 1)))
+    return Estimate(mean, *_score_interval(mean, mean * (1 - mean) / error**2, t_quantile(count - 1)))
 
 
-def mean_per_token(sums: Sequence[float], sizes: Sequence[int], level: float = 0.95) -> Estimate:
+def mean_per_token(sums: Sequence[float], sizes: Sequence[int]) -> Estimate:
     """A ratio of totals, m = sum_c s_c / sum_c n_c (negative log-likelihood per token), with its interval.
 
     se^2 = C / (C - 1) sum_c (s_c - m n_c)^2 / N^2 over C rows that are independent of each other, and the t quantile of
-    C - 1 degrees of freedom; not below 0 where no sum is. For a single row the interval is the value, since nothing
-    tells its spread.
+    C - 1 degrees of freedom. The lower end is not below 0 where no sum is. The interval of a single row is the value
+    itself, since one row does not tell the spread.
     Source: Cochran, Sampling Techniques (1977), eq. 6.13, with the correction for few rows.
     """
     total, count = float(sum(sizes)), len(sums)
@@ -122,14 +126,12 @@ def mean_per_token(sums: Sequence[float], sizes: Sequence[int], level: float = 0
     if count < 2:
         return Estimate(mean, mean, mean)
     squares = sum((s - mean * n) ** 2 for s, n in zip(sums, sizes, strict=True))
-    half = _t_quantile(level, count - 1) * sqrt(count / (count - 1) * squares) / total
+    half = t_quantile(count - 1) * sqrt(count / (count - 1) * squares) / total
     low = mean - half if min(sums) < 0 else max(0.0, mean - half)
     return Estimate(mean, low, mean + half)
 
 
-def cluster_bootstrap(
-    scores: Matrix, clusters: Sequence[Hashable] | None = None, level: float = 0.95, seed: int = 0
-) -> Interval:
+def cluster_bootstrap(scores: Matrix, clusters: Sequence[Hashable] | None = None, seed: int = 0) -> tuple[float, float]:
     """Percentile interval of the mean over RESAMPLES draws of C whole clusters: a check on `accuracy`.
 
     Source: Cameron, Gelbach, Miller (2008), section II.
@@ -139,10 +141,10 @@ def cluster_bootstrap(
     values, labels = _checked(scores, clusters)
     sums, sizes = _cluster_sums(values, labels), _cluster_sums(np.ones_like(values), labels)
     generator, means = np.random.default_rng(seed), []
-    for part in np.array_split(np.arange(RESAMPLES), -(-RESAMPLES * len(sums) // 2_000_000)):
+    for part in np.array_split(np.arange(RESAMPLES), -(-RESAMPLES * len(sums) // _BATCH)):
         drawn = generator.integers(0, len(sums), (len(part), len(sums)))
         means.append(sums[drawn].sum(1) / sizes[drawn].sum(1))
-    low, high = np.quantile(np.concatenate(means), [0.5 - level / 2, 0.5 + level / 2])
+    low, high = np.quantile(np.concatenate(means), [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
     return float(low), float(high)
 
 
@@ -158,8 +160,9 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
 def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int, seed: int = 0) -> float:
     """Unbiased chance that the most frequent answer of k samples is right, from n >= k samples of one prompt.
 
-    The mean over all subsets of k (over 2,000 random ones where there are more). Samples without an answer (None) have
-    no vote; of answers with equally many votes each is chosen with equal chance. Source: Wang et al., arXiv:2203.11171.
+    The mean over all subsets of k samples (over 2,000 random subsets where there are more). A sample without an answer
+    (None) has no vote; of answers with equally many votes each is chosen with equal chance.
+    Source: Wang et al., arXiv:2203.11171.
     """
     import random
 
@@ -180,20 +183,18 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
         leading = [a for a, count in votes.items() if count == most]
         good = {answers[i] for i in subset if right[i]}
         chances.append(sum(a in good for a in leading) / len(leading) if leading else 0.0)
-    return sum(chances) / len(chances)
+    return fmean(chances)
 
 
 # Two models on the same prompts
 
 
-def compare(
-    a: Matrix, b: Matrix, clusters: Sequence[Hashable] | None = None, level: float = 0.95, seed: int = 0
-) -> Comparison:
+def compare(a: Matrix, b: Matrix, clusters: Sequence[Hashable] | None = None, seed: int = 0) -> Comparison:
     """How much better B is than A, prompt by prompt.
 
-    The interval is that of the mean of the clusters' differences with two more clusters added, one all for B and one
-    all for A, and the t quantile: never of zero width. With one sample of 0 or 1 per prompt this is Bonett and Price
-    (2012), whose coverage is near its level from few prompts on.
+    The interval is the t interval of the mean difference over the clusters and two more: one in which B wins every
+    prompt and one in which A does, so that the width is never zero. With one sample of 0 or 1 per prompt this is Bonett
+    and Price (2012), whose coverage is near its level from few prompts on.
     """
     import numpy as np
 
@@ -207,7 +208,7 @@ def compare(
     weights = np.concatenate([sizes, [size, size]])
     middle = float(more.sum() / weights.sum())
     error = sqrt(float(((more - middle * weights) ** 2).sum())) / float(weights.sum())
-    half = error * _t_quantile(level, count + 1)
+    half = error * t_quantile(count + 1)
     difference = Estimate(float(means.mean()), max(-1.0, middle - half), min(1.0, middle + half))
     wins, losses = int((sums > 0).sum()), int((sums < 0).sum())
     single = first.shape[1] == second.shape[1] == 1 and clusters is None
@@ -234,8 +235,8 @@ def mcnemar(wins: int, losses: int) -> tuple[float, float]:
 def sign_flip(differences: Sequence[float] | np.ndarray, seed: int = 0) -> float:
     """Two-sided p-value of "each cluster's difference is as likely as its negative", for the sum of differences.
 
-    All 2^C sign patterns where C <= 12, else RESAMPLES random ones, the observed pattern counted among them, so the
-    test never rejects more often than its level. Source: Phipson, Smyth (2010).
+    All 2^C sign patterns where C <= 12, else RESAMPLES random patterns, the observed one counted among them, so that
+    the test never rejects more often than its level. Source: Phipson, Smyth (2010).
     """
     import numpy as np
 
@@ -247,7 +248,7 @@ def sign_flip(differences: Sequence[float] | np.ndarray, seed: int = 0) -> float
         signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(moved))))
         return float((np.abs(signs @ moved) >= observed).mean())
     generator, extreme = np.random.default_rng(seed), 1
-    for part in np.array_split(np.arange(RESAMPLES), -(-RESAMPLES * len(moved) // 2_000_000)):
+    for part in np.array_split(np.arange(RESAMPLES), -(-RESAMPLES * len(moved) // _BATCH)):
         signs = generator.integers(0, 2, (len(part), len(moved))) * 2.0 - 1.0
         extreme += int((np.abs(signs @ moved) >= observed).sum())
     return extreme / (RESAMPLES + 1)
@@ -263,10 +264,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def verdict(comparison: Comparison, names: tuple[str, str], detectable: float, level: float = 0.95) -> str:
-    """The comparison in a plain sentence; `detectable` is the smallest difference the suite can show."""
+def verdict(comparison: Comparison, names: tuple[str, str], detectable: float) -> str:
+    """The comparison of the models A and B of these names as a sentence; detectable: see detectable_difference."""
     d = comparison.difference
-    if comparison.p_value <= 1 - level:
+    if comparison.p_value <= 1 - LEVEL:
         better = names[1] if d.value > 0 else names[0]
         low, high = (d.low, d.high) if d.value > 0 else (-d.high, -d.low)
         return f"{better} is better by {100 * abs(d.value):.1f} points [{100 * low:.1f}, {100 * high:.1f}]"
@@ -279,36 +280,25 @@ def verdict(comparison: Comparison, names: tuple[str, str], detectable: float, l
 # Before any compute is spent
 
 
-def detectable_difference(
-    prompts: int, discordance: float = 0.3, samples: int = 1, level: float = 0.95, power: float = 0.8
-) -> float:
-    """The smallest true difference of two models that a paired test shows with the given power.
+def detectable_difference(prompts: int, discordance: float, samples: int = 1) -> float:
+    """The smallest true difference of two models that a paired test shows with 80% power.
 
     delta = K sqrt(s / (n + K^2)), K = z_level + z_power, where s is the chance that single samples of the two models
-    differ on a prompt (discordance), and s - delta^2 the variance of the difference; k samples divide the part of it
-    that comes from sampling, taken as half, by k. Source: Connor (1987), eq. 3, for k = 1. At most 1.
+    differ on a prompt (discordance), and s - delta^2 the variance of the difference. Half of that variance is taken to
+    come from sampling, and k samples divide this half by k. Source: Connor (1987), eq. 3, for k = 1. At most 1.
     """
     assert prompts >= 1 and 0 < discordance <= 1 and samples >= 1, (prompts, discordance, samples)
-    k2 = _power_factor(level, power) ** 2
-    return min(1.0, sqrt(k2 * _spread(discordance, samples) / (prompts + k2)))
+    return min(1.0, sqrt(_K2 * _spread(discordance, samples) / (prompts + _K2)))
 
 
-def prompts_needed(
-    difference: float, discordance: float = 0.3, samples: int = 1, level: float = 0.95, power: float = 0.8
-) -> int:
+def prompts_needed(difference: float, discordance: float, samples: int = 1) -> int:
     """How many prompts a paired test needs to show a true difference: the inverse of detectable_difference."""
     assert 0 < difference <= 1 and 0 < discordance <= 1 and samples >= 1, (difference, discordance, samples)
-    k2 = _power_factor(level, power) ** 2
-    needed = k2 * (_spread(discordance, samples) / difference**2 - 1)
-    return max(1, int(-(-needed // 1)))
+    return max(1, ceil(_K2 * (_spread(discordance, samples) / difference**2 - 1)))
 
 
 def _spread(discordance: float, samples: int) -> float:
     return discordance * (0.5 + 0.5 / samples)
-
-
-def _power_factor(level: float, power: float) -> float:
-    return NormalDist().inv_cdf(0.5 + level / 2) + NormalDist().inv_cdf(power)
 
 
 # Shared
@@ -339,7 +329,8 @@ def _cluster_sums(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _t_quantile(level: float, degrees: int) -> float:
+def t_quantile(degrees: int) -> float:
+    """Of Student's t: half the width of a 95% interval, in standard errors."""
     from scipy.stats import t
 
-    return float(t.ppf(0.5 + level / 2, degrees))
+    return float(t.ppf(0.5 + LEVEL / 2, degrees))

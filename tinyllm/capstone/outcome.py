@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tinyllm import stats
 from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, Rows
 from tinyllm.capstone.stages import MAX_NEW_TOKENS, CapstonePlan, Stage
 from tinyllm.evals.run import evaluate
+from tinyllm.evals.view import estimate, percent
 from tinyllm.record.files import read_json, write_json
 from tinyllm.record.rollouts import read_table
 from tinyllm.record.rundir import RunDir
@@ -30,7 +32,7 @@ def evaluate_stages(
 ) -> dict[str, Any]:
     """Evaluate base, SFT, DPO and GRPO on both suites, greedily; the last stage is compared with each before it.
 
-    What is evaluated already is read back. Writes and returns capstone.json.
+    A suite whose eval.json exists is not evaluated again. Writes capstone.json and returns what it holds.
     """
     folders = {stage.name: stage.folder for stage in stages}
     models = {name: str(folders[run]) for name, run in MODELS.items()} | {"base": plan.model}
@@ -60,7 +62,7 @@ def evaluate_stages(
 
 
 def _named(report: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Of an evaluation's report what counts here, the models under their stages' names, base first."""
+    """The parts of an evaluation's report that capstone.json has, its models under their stages' names, base first."""
 
     def say(sentence: str) -> str:
         for path, name in names.items():
@@ -86,9 +88,9 @@ def _named(report: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 def quantities(run: RunDir) -> dict[str, Any]:
     """Reward, KL, clip fraction and rollout revision at the end of a GRPO run, from its record, with 95% intervals.
 
-    reward: of the last step's completions, clustered by prompt; kl: to the start policy, per token, by prompt too;
-    clip_fraction: share of the last step's trained tokens, Wilson; rollout_revision: the optimizer step whose weights
-    sampled the last step, smallest and largest over its completions, which is exact.
+    reward: of the last step's completions, clustered by prompt; kl: to the start policy, per token, also clustered by
+    prompt; clip_fraction: share of the last step's trained tokens, with Wilson's interval; rollout_revision: the
+    optimizer step whose weights sampled a completion of the last step: mean, smallest and largest, which are exact.
     """
     last = run.metrics("train")[-1]
     rollouts = [r for g in run.read_groups(last["step"]) for r in g.rollouts]
@@ -100,7 +102,7 @@ def quantities(run: RunDir) -> dict[str, Any]:
     steps = [r.completion.revision.step for r in rollouts]
     return {
         "step": last["step"],
-        "reward": {"value": reward.value, "low": reward.low, "high": reward.high},
+        "reward": asdict(reward),
         "kl": {"value": kl["kl"], "low": kl["kl_low"], "high": kl["kl_high"]},
         "clip_fraction": {"value": clipped, "low": low, "high": high},
         "rollout_revision": {"value": sum(steps) / len(steps), "low": min(steps), "high": max(steps)},
@@ -108,31 +110,26 @@ def quantities(run: RunDir) -> dict[str, Any]:
 
 
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
-    """The outcome in plain lines: a table of accuracies, and what differs."""
+    """The outcome as lines of text: a table of accuracies, then the comparisons."""
     lines = [f"{'':10}" + "".join(f"{suite.replace('_', '-'):>26}" for suite in SUITES)]
     for name in ("base", *reversed(MODELS)):
-        cells = [_score(result["suites"][suite]["results"][name]) for suite in SUITES]
+        cells = [estimate(result["suites"][suite]["results"][name]["score"]) for suite in SUITES]
         lines.append(f"{name:10}" + "".join(f"{cell:>26}" for cell in cells))
     lines.append("")
     return lines + [f"{c['a']} and {c['b']}: {c['sentence']}" for c in result["suites"]["held_out"]["comparisons"]]
 
 
-def _score(line: Mapping[str, Any]) -> str:
-    s = line["score"]
-    return f"{s['value']:.3f} [{s['low']:.3f}, {s['high']:.3f}]"
-
-
 def write_page(result: Mapping[str, Any], stages: Sequence[Stage], out: Path) -> Path:
     """capstone.html: the outcome first, then curves, rollouts and health of every stage."""
-    runs = [RunDir.read(stage.folder) for stage in stages if stage.name != "2-pairs"]
-    names = [stage.name for stage in stages if stage.name != "2-pairs"]
+    shown = [stage for stage in stages if stage.name != "2-pairs"]
     extra = [
         Section("Outcome", _outcome(result)),
         Section("Before and after", _samples(out)),
         Section("Replay", _commands(result, stages)),
     ]
     title = f"Capstone, seed {result['seed']}: base, SFT, DPO, GRPO"
-    return write_html(out / "capstone.html", runs, title, extra, mode="stages", names=names)
+    runs = [RunDir.read(stage.folder) for stage in shown]
+    return write_html(out / "capstone.html", runs, title, extra, mode="stages", names=[stage.name for stage in shown])
 
 
 def _outcome(result: Mapping[str, Any]) -> list[Block]:
@@ -143,10 +140,10 @@ def _outcome(result: Mapping[str, Any]) -> list[Block]:
         lines = [
             (
                 name,
-                _score(line),
+                estimate(line["score"]),
                 line["prompts"],
-                f"{100 * line['truncated']:.1f}%",
-                f"{100 * (line['unreadable'] or 0):.1f}%",
+                percent(line["truncated"]),
+                percent(line["unreadable"] or 0),
                 f"{line['completion_tokens']:.1f}",
             )
             for name, line in part["results"].items()
@@ -171,7 +168,7 @@ def _figures(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _samples(out: Path) -> list[Block]:
-    """The same prompts under the base model and under the last."""
+    """Completions of the same prompts by the base model and by the last stage's."""
     folder = out / "evals" / "held_out" / "rollouts"
     last, *_, base = sorted(folder.iterdir(), key=lambda path: int(path.stem))
     before = {g.prompt.id: g for g in read_table(base).groups}

@@ -1,6 +1,6 @@
 """The rows of the capstone: sums and differences of two-digit numbers, answered in an exact format.
 
-Every prompt of the held-out suite, and the same numbers the other way round, is kept out of every stage's rows.
+No stage trains on a prompt of the held-out suite, nor on such a prompt with its two numbers exchanged.
 """
 
 from __future__ import annotations
@@ -26,37 +26,24 @@ SHIFTED_WORDS = {"+": "How much is {a} plus {b}?", "-": "Take {b} away from {a}.
 class Rows:
     """Files of rows, in one folder."""
 
-    folder: Path
-
-    @property
-    def examples(self) -> Path:
-        """Worked examples for SFT."""
-        return self.folder / "examples.jsonl"
-
-    @property
-    def prompts(self) -> Path:
-        """Prompts for DPO and GRPO."""
-        return self.folder / "prompts.jsonl"
-
-    @property
-    def held_out(self) -> Path:
-        return self.folder / "held_out.jsonl"
-
-    @property
-    def shifted(self) -> Path:
-        """Three-digit numbers, in other words."""
-        return self.folder / "shifted.jsonl"
+    examples: Path
+    """Worked examples for SFT."""
+    prompts: Path
+    """Prompts for DPO and GRPO."""
+    held_out: Path
+    shifted: Path
+    """Three-digit numbers, in other words than those of training."""
 
 
 def write_rows(folder: Path, seed: int, examples: int, prompts: int, shifted: int) -> Rows:
-    """Write the four files. The suites are the same for every seed; what is trained on is drawn by it, half sums."""
+    """Write the four files. The suites are the same for every seed; the training rows, half of them sums, are not."""
     two_digits = arithmetic.ArithmeticConfig(operators=("+", "-"), operands=(10, 99), held_out=HELD_OUT)
     train, held_out = arithmetic.generate(two_digits)
     random.Random("held out").shuffle(held_out)  # its first rows are watched in training
     random.Random(seed).shuffle(train)
     sums, differences = ([row for row in train if f" {operator} " in row["prompt"]] for operator in "+-")
     train = [row for pair in zip(sums, differences, strict=False) for row in pair]  # differences are rarer and harder
-    rows = Rows(folder)
+    rows = Rows(*(folder / f"{name}.jsonl" for name in ("examples", "prompts", "held_out", "shifted")))
     _write(rows.examples, [{**row, "completion": worked(row["prompt"])} for row in train[:examples]])
     _write(rows.prompts, train[examples : examples + prompts])
     _write(rows.held_out, held_out)
@@ -65,7 +52,7 @@ def write_rows(folder: Path, seed: int, examples: int, prompts: int, shifted: in
 
 
 def worked(prompt: str) -> str:
-    """The worked answer to "What is 47 + 36?": the tens are added, the ones left to add, then the result: 77+6, 83."""
+    """The worked answer to "What is 47 + 36?": tens added (77+6), then the ones, which give 83."""
     a, operator, b = prompt.removeprefix("What is ").removesuffix("?").split()
     tens, ones = int(b) // 10 * 10, int(b) % 10
     sign = 1 if operator == "+" else -1
@@ -74,7 +61,7 @@ def worked(prompt: str) -> str:
 
 
 def shifted_rows(count: int) -> list[dict[str, Any]]:
-    """Three-digit numbers in other words; the same rows every time."""
+    """Questions on three-digit numbers in other words than those of training; every call returns the same rows."""
     generator = random.Random("shifted")
     rows: dict[str, dict[str, Any]] = {}
     while len(rows) < count:

@@ -1,4 +1,4 @@
-"""The stages of the capstone: which runs, with which settings. A stage that is done is not done again.
+"""The stages of the capstone: which runs, with which settings. A stage that is finished is not run again.
 
 base -> 1-sft   worked examples
      -> 2-pairs the SFT model samples (a GRPO run at learning rate 0); its rollouts make the pairs
@@ -24,12 +24,12 @@ from tinyllm.record.rundir import MANIFEST, RunDir
 MAX_NEW_TOKENS = 22
 """The longest right answer, for example <think>192-9</think><answer>183</answer> with its end, has 20."""
 WARMUP_STEPS = 4
-"""Of GRPO: Adam's first steps go by the noise of a few batches, and cost accuracy at the full learning rate."""
+"""Of GRPO: Adam's first steps follow the noise of a few batches, and cost accuracy at the full learning rate."""
 
 
 @dataclass(frozen=True)
 class CapstonePlan:
-    """How much of everything. The defaults take about 20 minutes on two cores without bf16."""
+    """Sizes, learning rates and seed of a capstone. The defaults take about 20 minutes on two cores without bf16."""
 
     model: str = "smollm2-135m-instruct"
     seed: int = 0
@@ -71,69 +71,60 @@ class Stage:
 
 
 def stages(plan: CapstonePlan, rows: Rows, out: Path) -> list[Stage]:
-    """The runs, in order; each starts from the model of one before it."""
-    sft, pairs, dpo, grpo = (out / name for name in ("1-sft", "2-pairs", "3-dpo", "4-grpo"))
-    run = {"threads": plan.threads, "checkpoint_every": 1000}
-    given: dict[str, Any] = {"seed": plan.seed, "eval": {"every": 12, "prompts": plan.monitored}}
+    """The runs, in order; each starts from the model of a run before it."""
+
+    def stage(name: str, defaults: Config, start: str | Path, **options: Any) -> Stage:
+        run = {"threads": plan.threads, "checkpoint_every": 1000, "dir": str(out / name)}
+        return Stage(name, make_config(defaults, model=str(start), run=run, **options), out / name)
+
+    watched = {"every": 12, "prompts": plan.monitored}
+    batch = {"prompts_per_step": plan.prompts_per_step}
     sampled: dict[str, Any] = {
-        **given,
         "data": {"file": str(rows.prompts), "held_out": str(rows.held_out), "system_prompt": SYSTEM_PROMPT},
         "reward": {"functions": (VERIFIER,)},
         "sampling": {"max_new_tokens": MAX_NEW_TOKENS, "group_size": plan.group_size},
     }
-    batch = {"prompts_per_step": plan.prompts_per_step}
-    return [
-        Stage(
-            "1-sft",
-            make_config(
-                SFTConfig(),
-                **given,
-                model=plan.model,
-                data={"file": str(rows.examples), "system_prompt": SYSTEM_PROMPT},
-                optimizer={"lr": plan.sft_lr},
-                train={"epochs": plan.epochs},
-                run={**run, "dir": str(sft)},
-            ),
-            sft,
-        ),
-        Stage(
-            "2-pairs",
-            make_config(
-                GRPOConfig(),
-                **{**sampled, "eval": {"every": 0, "prompts": 1}},
-                model=str(sft / "model"),
-                optimizer={"lr": 0.0},
-                train={**batch, "steps": plan.pair_steps},
-                run={**run, "dir": str(pairs)},
-            ),
-            pairs,
-        ),
-        Stage(
-            "3-dpo",
-            make_config(
-                DPOConfig(),
-                **given,
-                model=str(sft / "model"),
-                data={"from_run": str(pairs)},
-                optimizer={"lr": plan.dpo_lr},
-                train={"batch_size": 8},
-                run={**run, "dir": str(dpo)},
-            ),
-            dpo,
-        ),
-        Stage(
-            "4-grpo",
-            make_config(
-                GRPOConfig(),
-                **{**sampled, "seed": plan.seed + 1},
-                model=str(dpo / "model"),
-                optimizer={"lr": plan.grpo_lr, "warmup_steps": min(WARMUP_STEPS, plan.grpo_steps // 4)},
-                train={**batch, "steps": plan.grpo_steps},
-                run={**run, "dir": str(grpo)},
-            ),
-            grpo,
-        ),
-    ]
+    sft = stage(
+        "1-sft",
+        SFTConfig(),
+        plan.model,
+        seed=plan.seed,
+        eval=watched,
+        data={"file": str(rows.examples), "system_prompt": SYSTEM_PROMPT},
+        optimizer={"lr": plan.sft_lr},
+        train={"epochs": plan.epochs},
+    )
+    pairs = stage(
+        "2-pairs",
+        GRPOConfig(),
+        sft.model,
+        **sampled,
+        seed=plan.seed,
+        eval={"every": 0, "prompts": 1},
+        optimizer={"lr": 0.0},
+        train={**batch, "steps": plan.pair_steps},
+    )
+    dpo = stage(
+        "3-dpo",
+        DPOConfig(),
+        sft.model,
+        seed=plan.seed,
+        eval=watched,
+        data={"from_run": str(pairs.folder)},
+        optimizer={"lr": plan.dpo_lr},
+        train={"batch_size": 8},
+    )
+    grpo = stage(
+        "4-grpo",
+        GRPOConfig(),
+        dpo.model,
+        **sampled,
+        seed=plan.seed + 1,
+        eval=watched,
+        optimizer={"lr": plan.grpo_lr, "warmup_steps": min(WARMUP_STEPS, plan.grpo_steps // 4)},
+        train={**batch, "steps": plan.grpo_steps},
+    )
+    return [sft, pairs, dpo, grpo]
 
 
 def run_stages(

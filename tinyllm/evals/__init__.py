@@ -1,6 +1,9 @@
-"""Evaluation: a frozen suite, one or several models, accuracy with intervals, paired comparisons, a record of it all.
+"""Evaluation: a frozen suite, one or several models, accuracy with intervals, paired comparisons, and their record.
 
-config.py what can be set, suite.py the prompts and the verifier, server.py a model behind HTTP,
-overlap.py training prompts in the suite, measure.py the numbers, run.py from one to the other, view.py table and plot,
-command.py the command line.
+config    the options
+suite     prompts and verifier
+overlap, training   training prompts that stand in the suite
+measure, summary    the numbers, and eval.json
+run       evaluate(): from a suite and models to the record and the numbers
+view      tables and plot
 """

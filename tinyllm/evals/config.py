@@ -1,4 +1,4 @@
-"""What an evaluation can be told: which prompts, how they are answered, how they are judged."""
+"""The options of an evaluation: its prompts, how completions are sampled, how they are judged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinyllm.config.sections import DataConfig, GRPOConfig, RewardConfig, opt
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """Where it runs; none of it changes what is measured, but for the compute type."""
+    """Device, threads and batches. Of these options only the compute type can change a number."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = opt("auto", "compute type; auto = bfloat16 where it is native")
     device: Literal["auto", "cpu", "cuda", "mps"] = opt("auto", "where to run; auto = an accelerator if there is one")
@@ -20,7 +20,7 @@ class MachineConfig:
 
 @dataclass(frozen=True)
 class AnswerConfig:
-    """How prompts are answered."""
+    """How completions are sampled."""
 
     samples: int = opt(1, "completions per prompt", ge=1)
     max_new_tokens: int = opt(24, "longest completion, stop token included", ge=1)

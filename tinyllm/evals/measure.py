@@ -1,22 +1,21 @@
-"""From judged completions to numbers: one model on one task, and two models on the same prompts. Pure; no model.
+"""From judged completions to numbers: one model on one task, and two models on the same prompts. Loads no model.
 
-Legend: n prompts, k samples of each. A completion that failed (the sampler or the verifier did) has no score: it is
-left out of every mean, counted, and bounded (`if_failed`).
+Legend: n prompts, k samples of each. A completion whose sampling or verification failed has no score. Every mean leaves
+such completions out; they are counted (`failed`), and `if_failed` has the mean with all of them wrong and all right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tinyllm import stats
 from tinyllm.errors import RewardError
 from tinyllm.records import Group, Verdict
 
-LEVEL = 0.95
 FORMAT_GAP = 0.05
-"""From this difference in truncated or unreadable completions on, a comparison says that it may be one of format."""
+"""A difference of two models' shares of truncated or unreadable completions that is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +28,15 @@ class Answers:
     scores: tuple[float, ...]
     """In [0, 1], of the completions that have one."""
     answers: tuple[str | None, ...]
-    """What was read in them."""
+    """The answers that the verifier found in these completions."""
     failed: int
     truncated: int
     unreadable: int
-    """Whole, but without an answer."""
+    """Completions that ended with a stop token and hold no answer."""
     tokens: int
-    """Of the completions that have a score."""
+    """Of the completions that have a score, together."""
     judged_right: bool
-    """Whether the verifier says right and wrong (1 and 0), rather than a reward between."""
+    """Whether the verifier judges right or wrong (1 or 0), not a reward between."""
 
 
 def score(verdict: Verdict) -> float | None:
@@ -56,7 +55,7 @@ def score(verdict: Verdict) -> float | None:
 
 
 def answers_of(group: Group, label: Hashable) -> Answers:
-    """What counts of a group. Raises RewardError for a reward outside [0, 1]."""
+    """The scores and counts of a group. Raises RewardError for a reward outside [0, 1]."""
     scored = [r for r in group.rollouts if r.verdict.value is not None]
     judged_right = all("correct" in dict(r.verdict.parts) for r in scored)
     whole = [r for r in scored if r.completion.finish_reason == "stop"]
@@ -77,7 +76,7 @@ def answers_of(group: Group, label: Hashable) -> Answers:
 
 
 def summarize(rows: Sequence[Answers], samples: int) -> dict[str, Any]:
-    """The line of one model on one task. Without any scored completion the score is None."""
+    """One entry of `results` in eval.json: one model on one task. Without any scored completion the score is None."""
     scored = [row for row in rows if row.scores]
     total = len(rows) * samples
     failed = sum(row.failed for row in rows)
@@ -100,25 +99,25 @@ def summarize(rows: Sequence[Answers], samples: int) -> dict[str, Any]:
     if not scored:
         return line
     values, labels = _table(scored)
-    line["score"] = _estimate(stats.accuracy(values, labels))
+    line["score"] = asdict(stats.accuracy(values, labels))
     if samples > 1 or labels is not None:
         line["bootstrap"] = list(stats.cluster_bootstrap(values, labels))
     if failed:
         known = sum(sum(row.scores) for row in scored)
         line["if_failed"] = [known / total, (known + failed) / total]
-    if right:
-        for k in several(samples):
-            usable = [row for row in scored if len(row.scores) >= k]
-            if usable:
-                shared = _labels(usable)
-                passed = [stats.pass_at_k(_right(row), len(row.scores), k) for row in usable]
-                line["pass"][str(k)] = _estimate(stats.accuracy(passed, shared))
-                if any(answer is not None for row in usable for answer in row.answers):
-                    voted = [
-                        stats.majority_at_k(row.answers, [s == 1.0 for s in row.scores], k, seed)
-                        for seed, row in enumerate(usable)
-                    ]
-                    line["majority"][str(k)] = _estimate(stats.accuracy(_clipped(voted), shared))
+    for k in several(samples) if right else ():
+        usable = [row for row in scored if len(row.scores) >= k]
+        if not usable:
+            continue
+        labels = _labels(usable)
+        passed = [stats.pass_at_k(row.scores.count(1.0), len(row.scores), k) for row in usable]
+        line["pass"][str(k)] = asdict(stats.accuracy(passed, labels))
+        if any(answer is not None for row in usable for answer in row.answers):
+            voted = [
+                stats.majority_at_k(row.answers, [s == 1.0 for s in row.scores], k, seed)
+                for seed, row in enumerate(usable)
+            ]
+            line["majority"][str(k)] = asdict(stats.accuracy(voted, labels))
     return line
 
 
@@ -126,15 +125,6 @@ def several(samples: int) -> list[int]:
     """The k of pass@k and maj@k: powers of two from 2 on, and all samples."""
     powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
     return [*powers, samples] if samples > 1 else []
-
-
-def _right(row: Answers) -> int:
-    return sum(value == 1.0 for value in row.scores)
-
-
-def _clipped(values: Sequence[float]) -> list[float]:
-    """Means of chances may leave [0, 1] by a rounding."""
-    return [min(1.0, max(0.0, value)) for value in values]
 
 
 def _labels(rows: Sequence[Answers]) -> list[Hashable] | None:
@@ -150,15 +140,11 @@ def _table(rows: Sequence[Answers]) -> tuple[list[list[float]], list[Hashable] |
     return [[value] for row in rows for value in row.scores], [row.label for row in rows for _ in row.scores]
 
 
-def _estimate(found: stats.Estimate) -> dict[str, float]:
-    return {"value": found.value, "low": found.low, "high": found.high}
-
-
 # Two models on the same prompts
 
 
 def compare(a: Sequence[Answers], b: Sequence[Answers], samples: int) -> tuple[stats.Comparison, dict[str, Any]] | None:
-    """B against A on the prompts that both have a score on, and its line; None where there are none.
+    """B against A on the prompts that both have a score on, and their entry in eval.json; None without such prompts.
 
     detectable: the smallest difference that as many prompts show with 80% power, at the discordance of these two,
     s = mean of a (1 - b) + b (1 - a) over prompts, where a, b are their mean scores.
@@ -177,7 +163,7 @@ def compare(a: Sequence[Answers], b: Sequence[Answers], samples: int) -> tuple[s
     count = len(pairs) if labels is None else len(set(labels))
     line = {
         "prompts": len(pairs),
-        "difference": _estimate(found.difference),
+        "difference": asdict(found.difference),
         "test": "McNemar, exact" if found.mid_p is not None else "sign-flip permutation",
         "p": found.p_value,
         "mid_p": found.mid_p,
@@ -192,13 +178,14 @@ def _paired(pairs: Sequence[tuple[Answers, Answers]]) -> tuple[list[list[float]]
     """Scores of both, prompt by prompt; means where some samples failed."""
     if len({len(row.scores) for pair in pairs for row in pair}) == 1:
         return [list(one.scores) for one, _ in pairs], [list(other.scores) for _, other in pairs]
-    return tuple([[sum(pair[i].scores) / len(pair[i].scores)] for pair in pairs] for i in (0, 1))  # type: ignore[return-value]
+    first, second = ([[sum(row.scores) / len(row.scores)] for row in rows] for rows in zip(*pairs, strict=True))
+    return first, second
 
 
 def adjusted(
     found: Sequence[tuple[stats.Comparison, dict[str, Any]]], names: Sequence[tuple[str, str]]
 ) -> list[dict[str, Any]]:
-    """The lines with Holm's p-values over all of them, and each in a sentence that keeps to those."""
+    """The entries of all comparisons with Holm's p-values, and a sentence for each that follows its Holm p-value."""
     p_values = stats.holm([comparison.p_value for comparison, _ in found])
     lines = []
     for (comparison, line), p, pair in zip(found, p_values, names, strict=True):
@@ -208,7 +195,7 @@ def adjusted(
 
 
 def format_warning(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str]) -> str | None:
-    """Whether a difference of two lines may be one of format or length rather than of ability."""
+    """Warns that two models differ in truncated or unreadable completions, so that their scores compare format too."""
     for what in ("truncated", "unreadable"):
         one, other = a[what], b[what]
         if one is not None and other is not None and abs(one - other) >= FORMAT_GAP:

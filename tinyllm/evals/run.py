@@ -1,6 +1,6 @@
 """evaluate(): models on a suite, judged, recorded, counted, compared.
 
-suite -> sample -> verify -> record -> numbers          (the numbers follow from the record alone)
+suite -> sample -> verify -> record -> numbers          (the numbers can be computed from the record alone)
 
 DIR/eval.json                 everything measured; the same bytes for the same models, suite and seed
 DIR/eval.png                  scores with their intervals
@@ -41,7 +41,7 @@ from tinyllm.records import Group, Logged, Prompt, SamplingParams, Step
 log = logging.getLogger("tinyllm")
 
 _BATCHES = 4
-"""Batches of completions between two signs of life."""
+"""Batches of completions between two messages of progress."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate models on a suite and write the folder; every model after the first is compared with the first.
 
-    names: see subjects.find_subject. options: dotted name -> value, laid over the defaults, or over the held-out suite
-    of the runs among the models when they name no suite. reward: a reward function as an object.
+    names: see find_subject in model/refs.py. options: dotted name -> value, laid over the defaults, or over the
+    held-out suite of the runs among the models when they name no suite. reward: a reward function as an object.
     Raises the errors of errors.py, a user's mistakes before anything is sampled.
     """
     if not names:
@@ -101,7 +101,7 @@ def evaluate(
 
 
 def choose_suite(subjects: Sequence[ModelRef], options: Mapping[str, Any]) -> tuple[SuiteConfig, str | None]:
-    """The suite that is named, else the held-out prompts of the runs among the models, and the first run's path.
+    """The suite that the options name, else the held-out prompts of the runs among the models and the first run's path.
 
     Raises ConfigError when there is neither, and for runs with different suites.
     """
@@ -131,7 +131,7 @@ def choose_suite(subjects: Sequence[ModelRef], options: Mapping[str, Any]) -> tu
 
 
 def _scoring(reward: RewardConfig) -> RewardConfig:
-    """Without what does not decide a verdict."""
+    """The section with fixed values for the options that do not decide a verdict."""
     return replace(reward, timeout_s=1.0, workers=1, allow_probes=())
 
 
@@ -153,7 +153,7 @@ def _free_folder(out: str | None) -> Iterator[Path]:
 
 
 class _Evaluation:
-    """The suite and the models found and checked; `run` does the work."""
+    """The suite and the models, found and checked; `run` samples, judges and counts."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _Evaluation:
             raise
 
     def _prompts(self, subject: ModelRef) -> list[tuple[Prompt, ...]]:
-        """By task, as the model reads them."""
+        """The prompts of each task as this model reads them."""
         tokenizer = self.tokenizers.get(subject.name)
         found = [task.read_by(tokenizer, set(ids)) for task, ids in zip(self.tasks, self.kept, strict=True)]
         for task, prompts in zip(self.tasks, found, strict=True):
@@ -253,7 +253,7 @@ class _Evaluation:
     def _judge(
         self, what: str, client: Any, prompts: Sequence[Prompt], params: SamplingParams, judge: Verify
     ) -> list[Group]:
-        """Part by part, so that there are signs of life, and a reward out of bounds shows early."""
+        """Sample and judge in parts, to report progress and to refuse a reward outside [0, 1] early."""
         size = max(1, _BATCHES * self.config.machine.max_batch // params.n)
         groups: list[Group] = []
         for first in range(0, len(prompts), size):

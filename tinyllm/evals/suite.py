@@ -1,7 +1,7 @@
-"""The frozen suite: tasks with their prompts and verifier, under one hash; and what it can show, before it is run.
+"""The frozen suite: tasks with prompts and verifier, under one hash; and the smallest difference that it can show.
 
-A task's prompts are the held-out side of a generated task, or all rows of a file. Their ids are hashes of the rows, so
-they are the same for every model, whatever its tokenizer makes of them; that is what pairs two models.
+A task's prompts are the held-out side of a generated task, or all rows of a file. The id of a prompt
+is the hash of its row, the same for every model and tokenizer, so two models are compared prompt by prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DISCORDANCES = (0.1, 0.2, 0.3, 0.5)
 
 
 class PlainTokenizer:
-    """Stands in where no model is loaded (a server, --plan, training rows): a token is a byte of the plain text."""
+    """For servers, --plan and training rows, where no tokenizer is loaded: a token is a byte of the plain text."""
 
     chat_template = "plain"
     eos_token, eos_token_id, bos_token_id = "", -1, -1
@@ -50,7 +50,7 @@ class Task:
     data: tasks.TaskData
     prompts: tuple[Prompt, ...]
     repeated: int
-    """Rows left out because the same row stands before them."""
+    """Rows left out because an equal row stands before them."""
 
     def read_by(self, tokenizer: Any | None, ids: Collection[str]) -> tuple[Prompt, ...]:
         """The prompts of these ids as a model reads them; None: a server, which has its own tokenizer and template.
@@ -116,13 +116,13 @@ def load_task(config: SuiteConfig, data: DataConfig, reward: RewardConfig, of_ru
 
 
 def task_hash(task: Task, judge: rewards.RewardJudge) -> str:
-    """Of the prompts, in order, how they are put, and what judges them."""
+    """Hash of a task: its prompts in order, the rule and system prompt that render them, and the verifier."""
     asked = [task.config.prompt_rule, task.config.system_prompt, [prompt.id for prompt in task.prompts]]
     return hash_json([asked, rewards.verifier_hash(judge.parts), judge.combine])
 
 
 def cluster_labels(prompts: Sequence[Prompt], column: str | None) -> dict[str, Hashable]:
-    """Prompt id -> what it depends on others through: the column's value, else its own text. Raises DataError."""
+    """Prompt id -> its cluster: the hash of the column's value, else of the prompt's own text. Raises DataError."""
     labels: dict[str, Hashable] = {}
     for prompt in prompts:
         if column is not None and column not in prompt.row:

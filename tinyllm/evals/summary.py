@@ -1,4 +1,4 @@
-"""eval.json: every number of an evaluation, and what a reader must know before believing them."""
+"""eval.json: every number of an evaluation, and the warnings that belong to the numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinyllm.rewards import RewardJudge
 
 ALL = "all tasks"
 CUT_SHARE = 0.1
-"""From this share of completions cut by the length limit on, there is a warning."""
+"""The share of completions cut by the length limit that is worth a warning."""
 Rows = Sequence[measure.Answers]
 
 
@@ -89,7 +89,7 @@ def _compare(family: Sequence[tuple[str, Sequence[Rows]]], names: Sequence[str],
 
 
 def warnings(results: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Failed and cut completions, and differences that may be of format."""
+    """A sentence on each model with failed or truncated completions, and on each difference that may be of format."""
     said = []
     lines = {(line["task"], line["model"]): line for line in results if line["task"] != ALL}
     for (task, model), line in lines.items():

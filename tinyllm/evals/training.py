@@ -1,4 +1,4 @@
-"""The training prompts that are known (of the runs among the models, of --train), looked for in the suite."""
+"""Looks for training prompts in the suite: those of the runs among the models, and those of --train."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def _training_prompts(
 
 
 def _rows_of_run(run: RunDir) -> list[Mapping[str, Any]]:
-    """What a run trains on: the prompts it draws from, or for SFT and DPO the rows of its record."""
+    """The rows a run trains on: for GRPO those it draws prompts from, for SFT and DPO those in its record."""
     if not isinstance(run.config, GRPOConfig):
         recorded = (group.prompt for step in run.steps() for group in run.read_groups(step))
         prompts = {prompt.id: prompt for prompt in recorded}.values()
-        return [{"prompt": prompt.messages or prompt.row["prompt"]} for prompt in prompts]  # each turn has its own
+        return [{"prompt": prompt.messages or prompt.row["prompt"]} for prompt in prompts]  # one for each turn
     plain = replace(run.config, data=replace(run.config.data, max_prompt_tokens=NO_LIMIT))
     return [prompt.row for prompt in tasks.load(plain, PlainTokenizer()).train]
 

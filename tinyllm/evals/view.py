@@ -1,4 +1,4 @@
-"""What a person sees of an evaluation: a table, sentences, and eval.png."""
+"""An evaluation as tables and sentences in the terminal, and as a plot, eval.png."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinyllm.errors import require_extra
-from tinyllm.view.plot import BLUE, GREEN, INK, ORANGE, STYLE
+from tinyllm.view.plot import BLUE, GREEN, INK, ORANGE, drawing
 from tinyllm.view.progress import clip
 
 COLORS = (BLUE, ORANGE, GREEN, "#8a4fa3", "#b8323a", "#5b6770")
@@ -30,9 +30,7 @@ def show(report: Report, out: Console) -> None:
     out.print(results_table(report, out.width))
     if (more := samples_table(report, out.width)) is not None:
         out.print(more)
-    for line in comparison_lines(report):
-        _say(out, line)
-    for line in overlap_lines(report["overlap"]):
+    for line in (*comparison_lines(report), *overlap_lines(report["overlap"])):
         _say(out, line)
     for warning in report["warnings"]:
         _say(out, f"warning: {warning}")
@@ -43,7 +41,7 @@ def _say(out: Console, line: str) -> None:
 
 
 def results_table(report: Report, width: int) -> Table:
-    """One row per task and model: score with its interval, prompts, and the shares that are not ability."""
+    """One row per task and model: score with its interval, prompts, shares of truncated, unreadable, failed ones."""
     measures = {line["measure"] for line in report["results"]}
     names = (f"{'score' if len(measures) > 1 else measures.pop()} [95%]",)
     shares = ("truncated", "unreadable", "failed")
@@ -55,7 +53,7 @@ def results_table(report: Report, width: int) -> Table:
 
 
 def samples_table(report: Report, width: int) -> Table | None:
-    """pass@k and maj@k for k = all samples (eval.json has the k between); None for single samples."""
+    """pass@k and maj@k for k = all samples (eval.json has smaller k too); None for single samples."""
     ks = list(dict.fromkeys(k for line in report["results"] for k in line["pass"]))
     if not ks:
         return None
@@ -68,7 +66,7 @@ def samples_table(report: Report, width: int) -> Table | None:
 
 
 def _table(report: Report, width: int, left: Sequence[str], right: Sequence[str]) -> tuple[Table, int]:
-    """An empty table of these columns, and the room it leaves for the name of a task or model."""
+    """An empty table of these columns, and how many characters it leaves for the name of a task or model."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     leads = ("task", "model") if len(report["suite"]["tasks"]) > 1 else ("model",)
     for name in (*leads, *left):
@@ -79,7 +77,7 @@ def _table(report: Report, width: int, left: Sequence[str], right: Sequence[str]
 
 
 def _leads(report: Report, room: int) -> Iterator[tuple[list[Text], Report]]:
-    """The first cells of each row; a task is named once."""
+    """(cells with task and model, entry of the report) of each row; only the first row of a task has its name."""
     last = None
     for line in report["results"]:
         lead = [Text(shorten(line["model"], room))]
@@ -102,7 +100,7 @@ def comparison_lines(report: Report) -> list[str]:
 
 
 def overlap_lines(overlap: Report) -> list[str]:
-    """What of the suite is among training prompts."""
+    """Which prompts of the suite were found among training prompts, and so were left out."""
     if not overlap["checked"]:
         return ["overlap with training prompts: not checked, none are known; give --train FILE"]
     known = ", ".join(f"{c['prompts']:,} of {c['train']}" for c in overlap["checked"])
@@ -122,7 +120,7 @@ def overlap_lines(overlap: Report) -> list[str]:
 
 
 def show_plan(rows: Sequence[Report], out: Console) -> None:
-    """Print what plan() found."""
+    """Print the rows of suite.plan()."""
     for row in rows:
         clusters = f" in {row['clusters']} clusters" if row["clusters"] < row["prompts"] else ""
         samples = "1 sample" if row["samples"] == 1 else f"{row['samples']} samples"
@@ -153,7 +151,7 @@ def percent(share: float | None) -> str:
 
 
 def shorten(name: str, width: int) -> str:
-    """A name in at most `width` characters, its middle left out: the end tells paths apart."""
+    """A name in at most `width` characters; a longer one loses its middle, since paths differ in their ends."""
     if len(name) <= width:
         return name
     tail = max(1, 2 * (width - 1) // 3)
@@ -166,48 +164,38 @@ def shorten(name: str, width: int) -> str:
 def draw(report: Report) -> memoryview:
     """eval.png as bytes: a point with its interval for every model and task."""
     require_extra("report", "eval.png", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     results = [line for line in report["results"] if line["score"] is not None]
     names = [model["name"] for model in report["models"]]
     tasks = list(dict.fromkeys(line["task"] for line in results))
     height = 1.5 + 0.42 * len(results) + 0.3 * len(tasks)
-    with plt.rc_context({**STYLE, "axes.grid.axis": "x", "axes.spines.left": False}):
-        figure, axis = plt.subplots(figsize=(10, max(2.6, height)), layout="constrained")
-        try:
-            places, labels, y = [], [], 0.0
-            for task in tasks:
-                if len(tasks) > 1:
-                    prompts = max(line["prompts"] for line in results if line["task"] == task)
-                    axis.text(
-                        0.0, y - 0.05, f"{shorten(task, 60)}  ({prompts} prompts)", fontweight="bold", va="center"
-                    )
-                    y += 0.75
-                for line in (line for line in results if line["task"] == task):
-                    _point(axis, y, line, COLORS[names.index(line["model"]) % len(COLORS)])
-                    places.append(y)
-                    labels.append(shorten(line["model"], 38))
-                    y += 1.0
-                y += 0.3
-            axis.set_yticks(places, labels)
-            axis.tick_params(axis="y", length=0)
-            axis.set_ylim(y - 0.6, -0.7)
-            axis.set_xlim(0, 1)
-            measures = sorted({line["measure"] for line in results})
-            axis.set_xlabel(f"{' or '.join(measures)} with 95% interval")
-            axis.set_title(_title(report, tasks), pad=12)
-            image = io.BytesIO()
-            figure.savefig(image, dpi=140, format="png", metadata={"Software": None})
-        finally:
-            plt.close(figure)
+    image = io.BytesIO()
+    style = {"axes.grid.axis": "x", "axes.spines.left": False}
+    with drawing(image, 1, 1, (10, max(2.6, height)), **style) as (_, axis):
+        places, labels, y = [], [], 0.0
+        for task in tasks:
+            lines = [line for line in results if line["task"] == task]
+            if len(tasks) > 1:
+                words = f"{shorten(task, 60)}  ({max(line['prompts'] for line in lines)} prompts)"
+                axis.text(0.0, y - 0.05, words, fontweight="bold", va="center")
+                y += 0.75
+            for line in lines:
+                _point(axis, y, line, COLORS[names.index(line["model"]) % len(COLORS)])
+                places.append(y)
+                labels.append(shorten(line["model"], 38))
+                y += 1.0
+            y += 0.3
+        axis.set_yticks(places, labels)
+        axis.tick_params(axis="y", length=0)
+        axis.set_ylim(y - 0.6, -0.7)
+        axis.set_xlim(0, 1)
+        measures = sorted({line["measure"] for line in results})
+        axis.set_xlabel(f"{' or '.join(measures)} with 95% interval")
+        axis.set_title(_title(report, tasks), pad=12)
     return image.getbuffer()
 
 
 def _point(axis: Any, y: float, line: Report, color: str) -> None:
-    """The score; behind it the interval; hollow: pass@k of all samples."""
+    """A row of the plot: the score as a dot on its interval, and pass@k of all samples as a hollow dot."""
     score = line["score"]
     axis.plot([score["low"], score["high"]], [y, y], color=color, linewidth=5, alpha=0.35, solid_capstyle="butt")
     axis.plot([score["value"]], [y], marker="o", markersize=8, color=color)

@@ -1,4 +1,8 @@
-"""Every check of a run's health, and how they are asked. A new alarm is a function and its name in CHECKS or LIVE."""
+"""Every check of a run's health, and the functions that ask them.
+
+A new check is a function of the type `Check` in rewards.py or updates.py and its name in one list here: ALARMS for a
+check that the training loop asks too, CHECKS for one that only the report and `tinyllm show` ask.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,20 @@ from tinyllm.health.history import History
 
 
 class Check(Protocol):
-    """Looks at a run's history and says what it finds; of numbers that were not recorded it says nothing."""
+    """A function from a run's history to findings; none where the numbers that it reads were not recorded."""
 
     def __call__(self, history: History, /) -> Iterable[Finding]:
-        """What it finds; every finding bears the check's name."""
+        """The findings; `check` of each names this function."""
         ...
 
 
-LIVE: tuple[Check, ...] = (updates.non_finite_in_a_row, rewards.unscored_in_a_row, ledger.selection_now)
-"""What the loop asks after each step: these look at the newest steps only, or at more where something is wrong."""
+ALARMS: tuple[Check, ...] = (updates.non_finite_in_a_row, rewards.unscored_in_a_row)
+"""Asked by the training loop after each step, and by the report. They read the newest steps only, so that a step of a
+long run takes no longer."""
+LIVE: tuple[Check, ...] = (*ALARMS, ledger.selection_now)
+"""Asked by the training loop after each step."""
 CHECKS: tuple[Check, ...] = (
-    updates.non_finite_in_a_row,
-    rewards.unscored_in_a_row,
+    *ALARMS,
     ledger.selected,
     rewards.signal,
     rewards.held_out,
@@ -38,23 +44,23 @@ CHECKS: tuple[Check, ...] = (
     updates.gradient,
     updates.non_finite,
 )
-"""What the report and `show` ask."""
+"""Asked by the report and by `tinyllm show`."""
 
 
 def check(history: History, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """Every finding of these checks, the worst first."""
+    """Every finding of these checks, the most severe first."""
     found = [finding for each in checks for finding in each(history)]
     return sorted(found, key=lambda finding: -LEVELS.index(finding.level))
 
 
 class Monitor:
-    """The checks beside a running loop, which says each thing once."""
+    """The checks of a running loop. A check that has found something is not asked again."""
 
     def __init__(self, checks: Sequence[Check] = LIVE) -> None:
         self.checks = list(checks)
 
     def __call__(self, history: History) -> list[Finding]:
-        """What is new after the last step, the worst first and notices left out; a check that found something rests."""
+        """The findings after the last step, the most severe first, without notices."""
         found: list[Finding] = []
         for each in tuple(self.checks):
             new = [finding for finding in check(history, [each]) if finding.level != "notice"]

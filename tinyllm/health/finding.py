@@ -1,4 +1,4 @@
-"""What a check says."""
+"""A finding: what a check says about a run, and the rollouts that show it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Literal
 
 Level = Literal["notice", "warn", "problem", "stop"]
 LEVELS: tuple[Level, ...] = ("notice", "warn", "problem", "stop")
-"""notice: a number worth knowing, nothing is wrong; warn: look at this; problem: this will not end well; stop: going on
-is of no use, and the loop ends the run."""
+"""notice: a number worth knowing, nothing is wrong; warn: worth a look; problem: training fails or
+teaches nothing unless something is changed; stop: more steps are useless, and the loop ends the run."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rollouts show a finding: those of these steps, with this verdict."""
+    """The rollouts that show a finding: those of these steps with this verdict; None: of all steps, of any verdict."""
 
     first_step: int | None = None
     last_step: int | None = None
@@ -22,17 +22,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence on a run."""
+    """One statement about a run."""
 
     level: Level
     check: str
     """The name of the check that found it."""
     text: str
-    """What is so, with its numbers; no full stop at the end."""
+    """The statement with its numbers, without a full stop."""
     step: int
-    """The step that shows it, or the first of them."""
+    """The step that shows it; of several, the first."""
     remedy: str = ""
-    """What to do about it, as a sentence without its full stop; empty for a notice."""
+    """What the user can do, as a sentence without a full stop; empty for a notice."""
     rows: Rows | None = None
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a check sees: the history of a run, growing beside the loop or read from a run directory."""
+"""The history of a run, which checks read: kept by the training loop, or read from a run directory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ class History:
     read_ledger: Callable[[], Sequence[Row]]
     """Reads the lines of ledger.jsonl; none without a pool."""
     newest: tuple[Group, ...] = ()
-    """The groups of the last step, beside a running loop."""
+    """The groups of the last step, where the training loop keeps the history."""
 
     @classmethod
     def of(cls, run: RunDir, last_step: int | None = None) -> History:
-        """The history of a run directory up to last_step (default: to its end). Groups and ledger are read when a check
-        asks for them. Raises RunError for a damaged metrics.jsonl."""
+        """The history of a run directory up to last_step (default: to its end). Raises RunError for damaged metrics.
+
+        Groups and the ledger are read when a check first asks for them.
+        """
         rows = [row for row in run.metrics() if last_step is None or row["step"] <= last_step]
         train, evals = (tuple(row for row in rows if row.get("kind", "train") == kind) for kind in ("train", "eval"))
         return cls(run.path, run.config, train, evals, run.read_groups, run.ledger)
@@ -67,7 +69,7 @@ class History:
 
     @property
     def sampled(self) -> int:
-        """Completions that all steps have asked for; 0 where they are given."""
+        """Completions requested in all steps; 0 for SFT and DPO, whose completions are given."""
         if not isinstance(self.config, GRPOConfig):
             return 0
         return self.config.sampling.group_size * sum(row.get("groups_drawn") or 0 for row in self.train)

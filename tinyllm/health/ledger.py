@@ -1,11 +1,13 @@
-"""The ledger of a pool: how each group went, and whether what was dropped differs from what was trained on.
+"""The ledger of a pool: how each group went, and whether dropped groups differ from those that were trained on.
 
-Dropping slow work is how asynchronous training learns short answers without being told to. A run with a pool therefore
-writes one line per group to ledger.jsonl, and `selection` says who was lost: by length, difficulty and time.
+Asynchronous training that drops slow work learns to answer briefly, although no reward asks for it. A run with a pool
+therefore writes one line per group to ledger.jsonl, and `selection` compares dropped and trained groups by length,
+difficulty and time.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ _AXES = {
     "difficulty": ("mean reward", "easier", "hard prompts"),
     "time": ("seconds", "slower", "quick groups"),
 }
-"""What groups are compared by: unit, what dropped ones with a larger value are, what training leans towards then."""
+"""Axis that groups are compared by -> its unit; of dropped groups with a larger value: the word for them, and what
+training leans towards."""
 _OPPOSITE = {
     "longer": "shorter",
     "easier": "harder",
@@ -57,46 +60,37 @@ def ledger_line(step: int, group: Group, facts: Mapping[str, Any]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Quartile:
-    """A quarter of the groups, by one axis."""
+    """A quarter of the groups, in the order of one of _AXES. Counts are of completions."""
 
     axis: str
     low: float
     high: float
     requested: int
-    """Completions, as below."""
     finished: int
+    """Sampled; the others failed."""
     trained: int
     dropped: int
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Who was asked for, and who was trained on. Counts are of completions."""
+    """What was requested of the pool and what was trained on. Counts are of completions."""
 
     requested: int
-    finished: int
-    """Sampled; the others failed."""
     trained: int
     """Sampled and scored."""
     dropped: int
     """Requested and not trained on: failed, or not scored."""
-    ahead: int
-    """Finished for a step that was not trained any more."""
     quartiles: tuple[Quartile, ...]
     warnings: tuple[str, ...]
-    """In plain words: which groups were dropped more often."""
-    reasons: Mapping[str, int]
+    """One sentence for the share of dropped completions, one for each axis by which dropped groups differ."""
 
 
 def selection(lines: Sequence[Mapping[str, Any]], last_step: int) -> Selection:
     """What the ledger says of a run whose last trained step is last_step."""
     latest = {(line["step"], line["group"]): line for line in lines}  # a resumed run samples groups again
     groups = [line for line in latest.values() if line["step"] <= last_step]
-    ahead = sum(line["requested"] for line in latest.values() if line["step"] > last_step)
-    requested, failed, dropped = (sum(line[name] for line in groups) for name in ("requested", "failed", "dropped"))
-    reasons: Counter[str] = Counter()
-    for line in groups:
-        reasons.update(line["reasons"])
+    requested, dropped = (sum(line[name] for line in groups) for name in ("requested", "dropped"))
     quartiles: list[Quartile] = []
     warnings: list[str] = []
     for axis, values in _values(groups).items():
@@ -105,16 +99,17 @@ def selection(lines: Sequence[Mapping[str, Any]], last_step: int) -> Selection:
         if dropped > DROPPED_SHARE * requested and (found := _difference(axis, known)):
             warnings.append(found)
     if dropped > DROPPED_SHARE * requested:
+        reasons: Counter[str] = Counter()
+        for line in groups:
+            reasons.update(line["reasons"])
         worst = reasons.most_common(1)[0][0]
         share = 100 * dropped / requested
         warnings.insert(0, f"{share:.1f}% of the completions were dropped; most often because: {worst}")
-    return Selection(
-        requested, requested - failed, requested - dropped, dropped, ahead, tuple(quartiles), tuple(warnings), reasons
-    )
+    return Selection(requested, requested - dropped, dropped, tuple(quartiles), tuple(warnings))
 
 
 def selected(history: History) -> Iterator[Finding]:
-    """Who was asked for and who was trained on, where the run had a pool."""
+    """How many completions asked of the pool were trained on, and whether dropped groups differ from trained ones."""
     if not history.ledger or not history.train:
         return
     found = selection(history.ledger, history.last_step)
@@ -129,8 +124,10 @@ def selected(history: History) -> Iterator[Finding]:
 
 
 def selection_now(history: History) -> Iterator[Finding]:
-    """`selected`, where the last step dropped something and all steps enough for a warning: else the ledger, which
-    grows with the run, need not be read."""
+    """`selected`, after a step with dropped completions, once the run has dropped enough of them for a warning.
+
+    In any other step the ledger, which grows with the run, is not read.
+    """
     if history.train and history.train[-1].get("unscored"):
         dropped = sum(row.get("unscored") or 0 for row in history.train)
         if dropped > DROPPED_SHARE * history.sampled:
@@ -168,14 +165,13 @@ def _quartiles(axis: str, known: Sequence[tuple[float, Mapping[str, Any]]]) -> l
 
 
 def _difference(axis: str, known: Sequence[tuple[float, Mapping[str, Any]]]) -> str | None:
-    """Whether what was dropped differs from what was trained on, in one line."""
-    dropped, trained = (
-        [(value, weight) for value, line in known if (weight := line["dropped"] if lost else _kept(line))]
-        for lost in (True, False)
-    )
-    if not dropped or not trained:
+    """How dropped groups differ from trained ones on this axis, as a sentence; None where they are alike."""
+    dropped = [line["dropped"] for _, line in known]
+    trained = [line["requested"] - line["dropped"] for _, line in known]
+    if not any(dropped) or not any(trained):
         return None
-    lost, held = (sum(v * w for v, w in part) / sum(w for _, w in part) for part in (dropped, trained))
+    values = [value for value, _ in known]
+    lost, held = (sum(map(operator.mul, values, weights)) / sum(weights) for weights in (dropped, trained))
     if abs(lost - held) <= _APART * max(abs(lost), abs(held)):
         return None
     unit, more, lean = _AXES[axis]
@@ -184,8 +180,3 @@ def _difference(axis: str, known: Sequence[tuple[float, Mapping[str, Any]]]) -> 
         f"dropped groups were {more} than those trained on ({lost:.3g} against {held:.3g} {unit}), so training leans "
         f"towards {lean}"
     )
-
-
-def _kept(line: Mapping[str, Any]) -> int:
-    kept: int = line["requested"] - line["dropped"]
-    return kept

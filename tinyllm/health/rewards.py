@@ -1,4 +1,4 @@
-"""Checks on what was sampled and how it was judged: signal, truncation, answers, unscored, failed, held-out rows."""
+"""Checks on sampled completions and their verdicts: signal, truncation, answers, unscored, failed, held-out rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinyllm.health.history import History, Row
 from tinyllm.record.metrics import held_out_score, score_kind
 
 STEPS_READ = 100
-"""At most so many steps of the record are read for one check."""
+"""The most steps of the record that one check reads."""
 
 
 def unscored_in_a_row(history: History) -> Iterator[Finding]:
@@ -67,13 +67,13 @@ def unscored(history: History) -> Iterator[Finding]:
 
 
 def failed(history: History) -> Iterator[Finding]:
-    """Completions that the sampler could not give, counted in the record of the newest steps with unscored ones."""
+    """Completions whose sampling failed, counted in the record of the newest steps that have unscored completions."""
     steps = [row["step"] for row in history.train if row.get("unscored")]
     counts: dict[int, int] = {}
     for step in steps[-STEPS_READ:]:
         try:
             groups = history.groups(step)
-        except RunError:  # the rollouts were moved away or are damaged, which replay and the page tell
+        except RunError:  # moved away or damaged: replay and the page report that
             continue
         if count := sum(r.completion.finish_reason == "error" for group in groups for r in group.rollouts):
             counts[step] = count
@@ -86,7 +86,7 @@ def failed(history: History) -> Iterator[Finding]:
 
 
 def signal(history: History) -> Iterator[Finding]:
-    """The share of groups that had something to learn from."""
+    """The share of groups whose advantages are not all zero."""
     late = history.late_mean("zero_advantage")
     if late is None:
         return

@@ -34,7 +34,7 @@ def non_finite_in_a_row(history: History) -> Iterator[Finding]:
 
 
 def non_finite(history: History) -> Iterator[Finding]:
-    """Steps whose numbers were not finite, wherever they are."""
+    """Steps with a loss or gradient that was not finite, anywhere in the run."""
     bad = [row["step"] for row in history.train if row.get("non_finite")]
     if bad:
         yield Finding(
@@ -124,7 +124,7 @@ def sampler_gap(history: History) -> Iterator[Finding]:
 
 
 def entropy(history: History) -> Iterator[Finding]:
-    """Whether what is sampled became certain; what is given, not sampled, may well be."""
+    """Whether sampling became nearly certain. SFT and DPO are not checked: given completions may well be certain."""
     points = history.values("entropy")
     if len(points) > 3 and any("reward_mean" in row for row in history.train):
         late, first = history.late_mean("entropy") or (0.0, 0)
@@ -140,7 +140,7 @@ def entropy(history: History) -> Iterator[Finding]:
 
 
 def kl(history: History) -> Iterator[Finding]:
-    """How far the policy has left the reference."""
+    """Whether the KL divergence to the reference policy is high."""
     points = history.values("kl")
     if points and points[-1][1] > HIGH_KL_NATS:
         step, value = points[-1]

@@ -1,1 +1,1 @@
-"""What a configuration of GRPO takes: memory of each device, seconds of each hop, from measured or given rates."""
+"""Memory of each device and seconds of each hop of a GRPO configuration, from measured or given rates."""

@@ -41,7 +41,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is printed."""
+    """A job on a layout: what `tinyllm plan` prints."""
 
     job: Workload
     layout: Layout
@@ -50,7 +50,7 @@ class Plan:
     hops: tuple[Hop, ...]
     synchronous_s: float
     asynchronous_s: float
-    """With the largest lag that still helps; synchronous_s and this are lower bounds where a hop is unknown."""
+    """With the largest lag that still helps. Both times are lower bounds where the seconds of a hop are unknown."""
     step_s: float
     """With the layout's max_lag."""
     bound: str
@@ -140,7 +140,7 @@ def _record(job: Workload, rates: Rates) -> Hop:
 
 
 def _train(job: Workload, layout: Layout, rates: Rates) -> Hop:
-    """FLOPs / ranks, and the collectives, which are not counted as overlapped."""
+    """FLOPs / ranks, plus the collectives, as if they did not overlap with computing."""
     flops = work.training_flops(job) / layout.trainers
     passes = work.microbatches(job, layout.trainers)
     collective, network = 0.0, ""
@@ -209,7 +209,7 @@ def _hardware(rates: Rates) -> str:
 
 
 def stage_seconds(hops: tuple[Hop, ...], layout: Layout) -> dict[str, float]:
-    """Seconds of what can overlap: sample, verify, train; what is not known counts 0."""
+    """Seconds of the stages that can overlap: sample, verify, train. A hop of unknown seconds counts as 0."""
     by_name = {hop.name: hop.seconds or 0.0 for hop in hops}
     sample, verify = by_name.pop("sample") + by_name.pop("prompts"), by_name.pop("verify")
     train = sum(by_name.values())
@@ -219,6 +219,7 @@ def stage_seconds(hops: tuple[Hop, ...], layout: Layout) -> dict[str, float]:
 
 
 def step_seconds(stages: dict[str, float], max_lag: int) -> float:
+    """Seconds of a step, by the formula at the top of this file."""
     return max(*stages.values(), sum(stages.values()) / (max_lag + 1))
 
 
@@ -233,15 +234,13 @@ def _bound(stages: dict[str, float], max_lag: int) -> str:
 def engines_needed(job: Workload, layout: Layout, rates: Rates) -> int | None:
     """The fewest engines apart whose sampling takes no longer than these trainers' own hops."""
 
-    def stages(engines: int) -> dict[str, float]:
-        apart = replace(layout, engines=engines)
-        return stage_seconds(step_hops(job, apart, rates), apart)
-
     def enough(engines: int) -> bool:
-        return stages(engines)["sample"] <= stages(engines)["train"]
+        apart = replace(layout, engines=engines)
+        stages = stage_seconds(step_hops(job, apart, rates), apart)
+        return 0 < stages["sample"] <= stages["train"]
 
     most = math.ceil(job.groups)
-    if not stages(most)["sample"] or not stages(most)["train"] or not enough(most):
+    if not enough(most):
         return None
     return 1 + bisect.bisect_left(range(1, most + 1), True, key=enough)  # more engines never sample longer
 
@@ -274,7 +273,7 @@ def best_splits(spec: Spec, job: Workload, layout: Layout, rates: Rates) -> tupl
 
 
 def _layouts(layout: Layout) -> Iterator[Layout]:
-    """Every number of engines that leaves a trainer."""
+    """Layouts of the same number of devices: every number of engines that leaves a trainer."""
     for engines in range((layout.devices - 1) // layout.gpus_per_engine + 1):
         yield replace(layout, engines=engines, trainers=layout.devices - engines * layout.gpus_per_engine)
 

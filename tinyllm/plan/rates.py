@@ -1,4 +1,4 @@
-"""How fast things go, and how that is known: measured in a run, measured here by a short probe, or given.
+"""The rates of sampling, training, verifying and of hardware: measured in a run, measured by a short probe, or given.
 
 Every rate carries its basis and a sentence on its source; nothing is assumed silently.
 """
@@ -6,12 +6,13 @@ Every rate carries its basis and a sentence on its source; nothing is assumed si
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
 
 from tinyllm.config.sections import GRPOConfig, PoolConfig
 from tinyllm.errors import RunError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 Basis = Literal["measured", "given", "computed", "extrapolated", "assumed", "unknown"]
 """measured: on this hardware and this job; given: by the user; computed: exact arithmetic on the configuration;
-extrapolated: a formula, or a rate measured on another job; assumed: a default of ours."""
+extrapolated: by a formula, or from a rate measured on another job; assumed: a default."""
 
 EFFICIENCY = 0.4
 """Share of a plain matrix product's rate, and of memory bandwidth, that sampling and training reach. A step of the
@@ -39,7 +40,7 @@ less."""
 
 @dataclass(frozen=True)
 class Rate:
-    """A number with where it comes from."""
+    """A number with its origin."""
 
     value: float
     basis: Basis
@@ -48,14 +49,14 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """What is known. Rates of hops (from a run) come before those of hardware."""
+    """The known rates; None: unknown. Where a hop has a rate from a run, the rates of hardware are not used for it."""
 
     compute: Rate | None = None
     """FLOP/s of a matrix product on one device."""
     bandwidth: Rate | None = None
     """Bytes/s of a device's memory."""
     efficiency: Rate = field(default_factory=lambda: Rate(EFFICIENCY, "assumed", "default of --efficiency"))
-    """Share of both that is reached."""
+    """Share of `compute` and `bandwidth` that sampling and training reach."""
     network: Rate | None = None
     """Bytes/s a device receives from others."""
     disk: Rate | None = None
@@ -73,7 +74,7 @@ class Rates:
     publish: Rate | None = None
     """Bytes of weights published per second, in a run."""
     publish_sends: bool = False
-    """Whether that run sent them to servers; in one process publishing is hashing."""
+    """Whether the run of `publish` sent weights to servers; a run of one process only hashes them."""
 
 
 # From a run
@@ -81,7 +82,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run was and how long its steps took: the job in numbers, and mean seconds by hop."""
+    """The job of a run in numbers, and the mean seconds of each hop of its steps."""
 
     path: str
     job: Workload
@@ -102,63 +103,57 @@ READ_STEPS = 8
 
 
 def read_run(run: RunDir, shape: ModelShape, dtype: torch.dtype) -> RunFacts:
-    """Lengths, shares and seconds of a run's own steps. Raises RunError for one that has none to learn from.
+    """Lengths, shares and seconds of a run's own steps. Raises RunError for a run without a timed step.
 
-    The first step is left out where there are more: it warms up. So are steps that were trained from the record
-    after a resume, which sampled nothing.
+    The first step, which warms up, is left out where there are more. So are steps that were trained from the record
+    after a resume, since nothing was sampled in them.
     """
-    if run.config.pool != PoolConfig() or run.manifest["facts"].get("ranks", 1) > 1:
-        what = "on several ranks" if run.config.pool == PoolConfig() else "with a pool"
+    config, facts = run.config, run.manifest["facts"]
+    if config.pool != PoolConfig() or facts.get("ranks", 1) > 1:
+        what = "on several ranks" if config.pool == PoolConfig() else "with a pool"
         raise RunError(f"{run.path} ran {what}, so its seconds are not of one hop each; give a run of one process")
     trained = {row["step"]: row for row in run.metrics("train")}
     timed = {row["step"]: row for row in run.timings() if row.get("sample_s") and row["step"] in trained}
     steps = sorted(timed)[1:] or sorted(timed)
     if not steps:
         raise RunError(f"{run.path} has no timed step yet (timing.jsonl); wait for one, or give another run")
-    rows = [timed[step] for step in steps]
-    seconds = {hop: _mean([row.get(hop, 0.0) for row in rows]) for hop in HOPS}
-    whole = _mean([row["step_s"] for row in rows])
+    recorded = [step for step in run.steps() if step in steps][-READ_STEPS:]
+    if not recorded:
+        raise RunError(f"{run.path} has no rollouts of its timed steps; restore rollouts/ from a copy")
+    seconds = {hop: fmean(timed[step].get(hop, 0.0) for step in steps) for hop in HOPS}
+    whole = fmean(timed[step]["step_s"] for step in steps)
     seconds["record_s"] += max(0.0, whole - sum(seconds.values()))
-    sampled = _mean([row["sampled_tokens"] for row in rows])
-    live = _mean([trained[step]["tokens"] for step in steps]) / max(1.0, sampled)
+    sampled = fmean(timed[step]["sampled_tokens"] for step in steps)
+    groups = [group for step in recorded for group in run.read_groups(step)]
+    prompts = [len(group.prompt.token_ids) for group in groups]
+    drawn = len(groups) / len(recorded)
+    draws = drawn / config.train.prompts_per_step
+    job = make_job(
+        config,
+        shape,
+        dtype,
+        prompt_tokens=fmean(prompts),
+        completion_tokens=sampled / (drawn * config.sampling.group_size),
+        longest=max(prompts) + config.sampling.max_new_tokens,
+        draws=draws,
+        live_share=min(1.0, fmean(trained[step]["tokens"] for step in steps) / max(1.0, sampled)),
+        adapters=any(server["server"] == "vllm" for server in facts.get("engine", ())),
+    )
     return RunFacts(
         path=str(run.path),
-        **_recorded(run, steps, shape, dtype, sampled, live),
-        verifiers=verifiers_of(run.config),
+        job=job,
+        verifiers=verifiers_of(config),
         steps=len(steps),
         seconds=seconds,
-        served=bool(run.config.engine.urls),
+        longest_prompt=max(prompts),
+        draws=draws,
+        served=bool(config.engine.urls),
     )
 
 
 def verifiers_of(config: GRPOConfig) -> int:
     """How many verify at a time: the pool's, else the workers of the trainer's process."""
     return config.pool.verifiers or config.reward.workers
-
-
-def _recorded(
-    run: RunDir, steps: list[int], shape: ModelShape, dtype: torch.dtype, sampled: float, live: float
-) -> dict[str, Any]:
-    """The run's job, with lengths from the record."""
-    there = [step for step in run.steps() if step in steps][-READ_STEPS:]
-    if not there:
-        raise RunError(f"{run.path} has no rollouts of its timed steps; restore rollouts/ from a copy")
-    groups = [group for step in there for group in run.read_groups(step)]
-    prompts = [len(group.prompt.token_ids) for group in groups]
-    drawn = len(groups) / len(there)
-    draws = drawn / run.config.train.prompts_per_step
-    job = make_job(
-        run.config,
-        shape,
-        dtype,
-        prompt_tokens=_mean(prompts),
-        completion_tokens=sampled / (drawn * run.config.sampling.group_size),
-        longest=max(prompts) + run.config.sampling.max_new_tokens,
-        draws=draws,
-        live_share=min(1.0, live),
-        adapters=any(server["server"] == "vllm" for server in run.manifest["facts"].get("engine", ())),
-    )
-    return {"job": job, "longest_prompt": max(prompts), "draws": draws}
 
 
 def make_job(
@@ -173,8 +168,8 @@ def make_job(
     live_share: float = 1.0,
     adapters: bool = False,
 ) -> Workload:
-    """The job of a GRPO configuration. draws: groups drawn for each that a step needs; adapters: servers take these
-    alone, as vLLM does."""
+    """The job of a GRPO configuration. draws: groups drawn for each group that a step needs; adapters: servers are sent
+    the adapters alone, as vLLM is."""
     return Workload(
         shape=shape,
         dtype=str(dtype).removeprefix("torch."),
@@ -220,20 +215,21 @@ def rates_of_run(facts: RunFacts, planned: Workload, devices: int) -> Rates:
 
 
 def differences(run: Workload, planned: Workload, devices: int) -> list[str]:
-    """In what a planned job differs from the one that was measured; lengths and batches by more than a fifth."""
+    """How a planned job differs from the measured one; lengths and batches count from a difference of a fifth on."""
     found = []
     if run.shape != planned.shape:
-        found.append(f"a model of {_millions(run)}, planned {_millions(planned)}")
+        was, now = (f"{job.shape.parameters / 1e6:,.1f}M" for job in (run, planned))
+        found.append(f"a model of {was}, planned {now}")
     if run.dtype != planned.dtype:
         found.append(f"in {run.dtype}, planned {planned.dtype}")
-    for name, was, now in (
+    for name, measured, wanted in (
         ("prompts of {} tokens", run.prompt_tokens, planned.prompt_tokens),
         ("completions of {} tokens", run.completion_tokens, planned.completion_tokens),
         ("{} rollouts a step", run.rollouts, planned.rollouts),
         ("{} trained tokens a step", _trained_tokens(run), _trained_tokens(planned)),
     ):
-        if not 0.8 <= now / was <= 1.25:
-            found.append(f"{name.format(f'{was:,.0f}')}, planned {now:,.0f}")
+        if not 0.8 <= wanted / measured <= 1.25:
+            found.append(f"{name.format(f'{measured:,.0f}')}, planned {wanted:,.0f}")
     for name in ("lora_rank", "checkpointing", "reference", "updates", "moments"):
         if getattr(run, name) != getattr(planned, name):
             found.append(f"{name} {getattr(run, name)}, planned {getattr(planned, name)}")
@@ -242,16 +238,8 @@ def differences(run: Workload, planned: Workload, devices: int) -> list[str]:
     return found
 
 
-def _millions(job: Workload) -> str:
-    return f"{job.shape.parameters / 1e6:,.1f}M"
-
-
 def _trained_tokens(job: Workload) -> float:
     return max(1.0, job.live_share * job.distinct_tokens)
-
-
-def _mean(values: list[Any]) -> float:
-    return statistics.fmean(values)
 
 
 # Measured here
@@ -279,7 +267,7 @@ def measure(dtype: torch.dtype, device: str, folder: Path, *, size: int = 2048, 
     )
 
 
-def _best(action: Any, device: str) -> float:
+def _best(action: Callable[[], object], device: str) -> float:
     """Seconds of the fastest of three."""
     import torch
 
@@ -287,12 +275,10 @@ def _best(action: Any, device: str) -> float:
     for _ in range(3):
         begin = time.perf_counter()
         action()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        elif device.startswith("mps"):
-            torch.mps.synchronize()
+        if device != "cpu":
+            torch.accelerator.synchronize()
         times.append(time.perf_counter() - begin)
-    return max(min(times), 1e-9)
+    return min(times)
 
 
 def _write(folder: Path, block: bytes, count: int) -> None:

@@ -7,8 +7,8 @@ A trainer rank of N (FSDP, N = 1: one process):
     + (N - 1)/N (fp32 gradients of the largest group, before they are reduced)
     + key-value cache (where the ranks sample) + activations + head
 
-What is not gathered is what memory.memory_estimate counts, which `tinyllm grpo` checks at its start. The head works on
-blocks of 256 rows: three fp32 matrices [rows, vocabulary], and the fp32 gradient of its weights.
+The other parts are those of model/memory.py's memory_estimate, which `tinyllm grpo` checks at its start. The head works
+on blocks of 256 rows: three fp32 matrices [rows, vocabulary], and the fp32 gradient of the head's weights.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 HEADROOM = 0.9
 """Share of a device's memory that may be planned; the rest is for allocator, kernels and driver."""
 HEAD_ROWS = 256
-"""Rows of the head's blocks (post/logprobs.py)."""
+"""Rows of the head's blocks (engine/head.py)."""
 SHARDED = ("gradients", "optimizer")
 MOST_DEVICES = 4096
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What memory depends on."""
+    """The configuration, model and longest sequence that memory depends on."""
 
     config: GRPOConfig
     shape: ModelShape
@@ -64,7 +64,7 @@ class Room:
     parts: tuple[MemoryPart, ...]
     capacity: Rate | None
     remedies: tuple[str, ...] = ()
-    """What would make it fit, each by itself; empty where it fits."""
+    """Changes of which each alone would make the job fit; empty where it fits."""
 
     @property
     def total(self) -> int:
@@ -127,31 +127,27 @@ def engine_room(spec: Spec, layout: Layout) -> Room:
 
 
 def rooms(spec: Spec, layout: Layout, capacity: Rate | None) -> tuple[Room, ...]:
-    """Every kind of device, with remedies where it does not fit."""
+    """The memory of every kind of device, with remedies where it does not fit."""
     found = []
-    for kind in _kinds(layout):
+    for kind, changes in _KINDS[: 2 if layout.engines else 1]:
         room = replace(kind(spec, layout), capacity=capacity)
         if room.fits is False:
-            changes = _trainer_changes(spec, layout) if kind is trainer_room else _engine_changes(spec, layout)
-            room = replace(room, remedies=_remedies(kind, changes, capacity))
+            room = replace(room, remedies=_remedies(kind, changes(spec, layout), capacity))
         found.append(room)
     return tuple(found)
 
 
 def fits(spec: Spec, layout: Layout, capacity: Rate | None) -> bool:
-    """Whether every device has room; true where their memory is not known."""
-    return all(replace(kind(spec, layout), capacity=capacity).fits is not False for kind in _kinds(layout))
-
-
-def _kinds(layout: Layout) -> list[Any]:
-    return [trainer_room, *([engine_room] if layout.engines else [])]
+    """Whether every device has room; true where the memory of a device is not known."""
+    kinds = _KINDS[: 2 if layout.engines else 1]
+    return all(replace(kind(spec, layout), capacity=capacity).fits is not False for kind, _ in kinds)
 
 
 Change = tuple[str, Spec, Layout]
 
 
 def _remedies(kind: Any, changes: Iterator[Change], capacity: Rate | None) -> tuple[str, ...]:
-    """The changes that are enough by themselves, the first of each option."""
+    """The changes of which each alone is enough: of each option the weakest."""
     found: dict[str, str] = {}
     least = None
     for text, spec, layout in changes:
@@ -168,35 +164,38 @@ def _remedies(kind: Any, changes: Iterator[Change], capacity: Rate | None) -> tu
 
 def _trainer_changes(spec: Spec, layout: Layout) -> Iterator[Change]:
     """Options that lower a trainer rank's memory, weakest first."""
-
-    def with_options(**flat: Any) -> Spec:
-        options = {name.replace("__", "."): value for name, value in flat.items()}
-        return replace(spec, config=overlay(spec.config, options))
-
     least = spec.longest - 1
     if spec.config.train.tokens_per_microbatch > least:
-        yield f"--train.tokens_per_microbatch {least}", with_options(train__tokens_per_microbatch=least), layout
+        yield f"--train.tokens_per_microbatch {least}", _with_option(spec, "train.tokens_per_microbatch", least), layout
     if not spec.config.model.gradient_checkpointing:
-        yield "--model.gradient_checkpointing", with_options(model__gradient_checkpointing=True), layout
+        yield "--model.gradient_checkpointing", _with_option(spec, "model.gradient_checkpointing", True), layout
     if not layout.engines:
         for batch in _halves(spec.config.sampling.max_batch):
-            yield f"--sampling.max_batch {batch}", with_options(sampling__max_batch=batch), layout
+            yield f"--sampling.max_batch {batch}", _with_option(spec, "sampling.max_batch", batch), layout
     trainers = layout.trainers
     while (trainers := trainers * 2) <= MOST_DEVICES:
         yield f"--gpus {trainers + layout.devices - layout.trainers}", spec, replace(layout, trainers=trainers)
     if not spec.config.lora.rank:
-        yield "--lora.rank 16", with_options(lora__rank=16), layout
+        yield "--lora.rank 16", _with_option(spec, "lora.rank", 16), layout
 
 
 def _engine_changes(spec: Spec, layout: Layout) -> Iterator[Change]:
+    """Options that lower the memory of an engine's device, weakest first."""
     for batch in _halves(spec.config.sampling.max_batch):
-        changed = replace(spec, config=overlay(spec.config, {"sampling.max_batch": batch}))
-        yield f"--sampling.max_batch {batch}", changed, layout
+        yield f"--sampling.max_batch {batch}", _with_option(spec, "sampling.max_batch", batch), layout
     count = layout.gpus_per_engine
     while (count := count * 2) <= 64:
         yield f"--gpus-per-engine {count}", spec, replace(layout, gpus_per_engine=count)
 
 
+def _with_option(spec: Spec, name: str, value: Any) -> Spec:
+    return replace(spec, config=overlay(spec.config, {name: value}))
+
+
 def _halves(count: int) -> Iterator[int]:
     while (count := count // 2) >= 1:
         yield count
+
+
+_KINDS = ((trainer_room, _trainer_changes), (engine_room, _engine_changes))
+"""Kinds of devices, with the options that lower their memory; without engines the first one alone."""

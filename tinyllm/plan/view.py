@@ -1,4 +1,4 @@
-"""What a person sees of a plan: the rates it stands on, memory, hops, and what follows, each with its basis."""
+"""`tinyllm plan` in the terminal: rates, memory, hops, step times and balance, each number with its basis."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ RATES = (
 
 def show(name: str, plan: Plan, warnings: Sequence[str], out: Console) -> None:
     """Print the plan."""
-    for line in (_job(name, plan.job), f"layout: {describe(plan.layout)}, {plan.layout.verifiers} verifiers"):
-        _say(out, line)
+    _say(out, _job(name, plan.job))
+    _say(out, f"layout: {describe(plan.layout)}, {plan.layout.verifiers} verifiers")
     out.print(_rates_table(plan))
     for room in plan.rooms:
         out.print(_room_table(room))

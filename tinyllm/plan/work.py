@@ -1,4 +1,4 @@
-"""What one step is, counted: a job (how much), a layout (on how many devices), and its FLOPs and bytes.
+"""One step in numbers: the job, the layout (how many devices of each kind), and the FLOPs and bytes of each hop.
 
 Legend: Q groups, G completions of each, P prompt tokens, C completion tokens, S = Q G C sampled tokens,
 T weights of the trunk, H weights of the head, W all weights, W_t trained ones, L layers, A query heads x their size,
@@ -67,7 +67,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Layout:
-    """On what it runs."""
+    """The devices and verifiers of a job, and its largest lag."""
 
     trainers: int = 1
     """Devices that train (FSDP ranks)."""
@@ -76,7 +76,7 @@ class Layout:
     gpus_per_engine: int = 1
     verifiers: int = 2
     max_lag: int = 0
-    """Revisions a group may be old when it is trained; 0 = synchronous."""
+    """By how many revisions a group may be older than the weights that are trained on it; 0 = synchronous."""
 
     @property
     def devices(self) -> int:
@@ -137,7 +137,7 @@ def weight_bytes(job: Workload) -> int:
 
 
 def published_bytes(job: Workload) -> int:
-    """What engines are sent after each step."""
+    """Bytes of weights that engines are sent after each step."""
     return job.trained * job.element_bytes if job.publish_adapters else weight_bytes(job)
 
 

@@ -1,1 +1,1 @@
-"""What a person sees of a run: progress in the terminal, plots, trackers, the HTML page."""
+"""Views of a run: progress in the terminal, plots, trackers, the HTML page."""

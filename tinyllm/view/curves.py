@@ -11,18 +11,18 @@ import numpy as np
 
 from tinyllm.record.metrics import CHARTS, METRICS, ChartSpec, Metric, flat, held_out_score, metric, score_kind
 from tinyllm.record.rundir import RunDir
-from tinyllm.stats import accuracy, clustered_error
+from tinyllm.stats import accuracy, clustered_error, t_quantile
 
 if TYPE_CHECKING:
     from tinyllm.view.html.columns import Rollouts
 
 Row = Mapping[str, Any]
 Bands = Mapping[int, tuple[float, float]]
-"""By step, the interval of its mean reward."""
+"""Step -> interval of its mean reward."""
 FROM_ZERO = ("share", "tokens", "nats", "seconds", "steps")
 """Units whose axis starts at 0."""
 PARTS_OF_A_STEP = ("sample", "verify", "wait", "record", "update", "publish")
-"""What a line of timing.jsonl has the seconds of."""
+"""Parts of a step whose seconds a line of timing.jsonl has."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Series:
     """Steps."""
     y: Sequence[float]
     role: int = 0
-    """Its place among the series of its run: what colour and dash stand for."""
+    """Its number among the series of its run, which decides colour and dash."""
     points: bool = False
-    """Whether each value is marked."""
+    """Whether each value has a marker."""
     raw: bool = False
-    """Whether the values are drawn as they are, not as the mean of neighbours."""
+    """Whether the values themselves are drawn, not a running mean."""
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
-    """The interval around y, if there is one."""
+    """Ends of the interval around y, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def charts(runs: Sequence[RunDir], rollouts: Sequence[Rollouts | None]) -> list[
 
 
 def metrics_of(spec: ChartSpec, lines: Sequence[Lines]) -> list[Metric]:
-    """The rows of METRICS in a chart that any run has numbers of, those with a pattern once for every name."""
+    """The rows of METRICS in a chart of which some run has numbers; `reward_parts.*` gives a row for each part."""
     found: list[Metric] = []
     for row in (row for row in METRICS if row.chart == spec.title):
         present = (values for run in lines for values in run.of_line(row.line))
@@ -144,7 +144,7 @@ def _plain(spec: ChartSpec, lines: Sequence[Lines]) -> Chart:
 
 
 def _reward(spec: ChartSpec, lines: Sequence[Lines]) -> Chart:
-    """Mean reward of sampled completions with its interval; the accuracy where it is another number."""
+    """Mean reward of sampled completions with its interval, and their accuracy where it differs from the reward."""
     drawn = []
     for number, run in enumerate(lines):
         rewards, accuracies = _values(run.train, "reward_mean"), _values(run.train, "accuracy")
@@ -161,7 +161,7 @@ def _reward(spec: ChartSpec, lines: Sequence[Lines]) -> Chart:
 
 
 def _held_out(spec: ChartSpec, lines: Sequence[Lines]) -> Chart:
-    """What held-out rows scored, under the name of the score; the mean reward has no interval."""
+    """The score of held-out rows, named in the title; a mean reward has no interval."""
     drawn, kind, count = [], "accuracy", 0
     for number, run in enumerate(lines):
         scored = [(row, score) for row in run.evals if (score := held_out_score(row))]
@@ -191,7 +191,7 @@ def _timing(timings: Sequence[Sequence[Row]]) -> Chart:
 # Intervals
 
 
-def reward_intervals(rollouts: Rollouts | None, level: float = 0.95) -> dict[int, tuple[float, float]]:
+def reward_intervals(rollouts: Rollouts | None) -> dict[int, tuple[float, float]]:
     """95% interval of the mean reward per step, clustered by group; none where fewer than two groups were scored."""
     if rollouts is None:
         return {}
@@ -201,23 +201,19 @@ def reward_intervals(rollouts: Rollouts | None, level: float = 0.95) -> dict[int
         rows = rows[~np.isnan(rollouts.reward[rows])]
         rewards, groups = rollouts.reward[rows], rollouts.group[rows].tolist()
         if len(set(groups)) > 1:
-            found[int(rollouts.step[rows[0]])] = clustered_interval(rewards, groups, level)
+            found[int(rollouts.step[rows[0]])] = clustered_interval(rewards, groups)
     return found
 
 
-def clustered_interval(
-    values: np.ndarray, clusters: Sequence[Any], level: float = 0.95, *, signed: bool = False
-) -> tuple[float, float]:
-    """Interval of a mean: that of stats.accuracy for values in [0, 1], else mean +- t se with the clustered error.
+def clustered_interval(values: np.ndarray, clusters: Sequence[Any], *, signed: bool = False) -> tuple[float, float]:
+    """95% interval of a mean: stats.accuracy's for values in [0, 1], else mean +- t se with the clustered error.
 
-    signed: the values are differences, which happen to be positive at most.
+    signed: the values are differences, for which stats.accuracy does not hold even where all of them lie in [0, 1].
     """
-    from scipy.stats import t
-
     if not signed and values.min() >= 0 and values.max() <= 1:
-        estimate = accuracy(values, clusters, level)
+        estimate = accuracy(values, clusters)
         return estimate.low, estimate.high
     least, span = float(values.min()), float(np.ptp(values)) or 1.0
     mean, error, count = clustered_error((values - least) / span, clusters)
-    half = error * float(t.ppf(0.5 + level / 2, count - 1))
+    half = error * t_quantile(count - 1)
     return least + span * (mean - half), least + span * (mean + half)

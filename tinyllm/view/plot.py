@@ -1,10 +1,11 @@
-"""report.png: the curves that tell how a run went, from metrics.jsonl alone; CHARTS says which, by the kind of run."""
+"""report.png: six curves of a run, from metrics.jsonl alone. CHARTS says which ones, by the kind of run."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from tinyllm.errors import MissingExtra, require_extra
 from tinyllm.record.files import write_atomic
 from tinyllm.record.metrics import CHARTS, held_out_score, score_kind
 from tinyllm.record.rundir import RunDir
+from tinyllm.view.progress import source_name
 
 if TYPE_CHECKING:
     from tinyllm.view.curves import Chart, Series
@@ -46,14 +48,13 @@ TITLES = {
     "Gradient norm": "Gradient norm, before clipping",
     "Preference accuracy": "Pairs whose chosen completion gained more",
 }
-"""Longer titles, where there is no room for a note."""
-Rows = Sequence[dict[str, Any]]
+"""Titles of panels that say the unit or the meaning too; other panels have the title of their chart."""
 
 log = logging.getLogger("tinyllm")
 
 
 class PlotAtEnd(Callback):
-    """Draws report.png of a run that ended; a run does not fail at its end for want of what draws it."""
+    """Draws report.png of a run that ended. Where matplotlib is missing, the run ends with a warning, not an error."""
 
     def on_end(self, result: RunResult | None) -> None:
         if result is None:
@@ -67,46 +68,51 @@ class PlotAtEnd(Callback):
 def write_report(run: RunDir) -> Path:
     """Draw report.png of a run, finished or not, and return its path. Raises RunError for a damaged record."""
     require_extra("report", "report.png", "matplotlib")
-    import matplotlib
-
     from tinyllm.view.curves import charts
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     drawn = {chart.title: chart for chart in charts([run], [None])}
     specs = [spec for spec in CHARTS if run.config.kind in spec.panel]
     last = max([row["step"] for row in run.metrics()], default=1)
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(2, 3, figsize=(13, 7.2), layout="constrained")
+    image = io.BytesIO()
+    with drawing(image, 2, 3, (13, 7.2)) as (figure, axes):
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.02)
-        try:
-            figure.suptitle(_title(run), x=0.012, ha="left", fontsize=14)
-            for axis, spec in zip(axes.flat, specs, strict=True):
-                names = [spec.title.replace("score", kind) for kind in ("score", "accuracy", "reward", "loss")]
-                chart = next((drawn[name] for name in names if name in drawn), None)
-                axis.set_title(TITLES.get(names[1], names[1]) if chart is None else _panel_title(chart))
-                if chart is not None:
-                    _draw(axis, chart)
-                if spec.title == "Completion length" and "Truncated" in drawn:
-                    _draw_truncated(axis, drawn["Truncated"].series[0])
-                _finish(axis, last)
-            image = io.BytesIO()
-            figure.savefig(image, dpi=140, format="png", metadata={"Software": None})
-        finally:
-            plt.close(figure)
+        figure.suptitle(_title(run), x=0.012, ha="left", fontsize=14)
+        for axis, spec in zip(axes.flat, specs, strict=True):
+            names = [spec.title.replace("score", kind) for kind in ("score", "accuracy", "reward", "loss")]
+            chart = next((drawn[name] for name in names if name in drawn), None)
+            axis.set_title(TITLES.get(names[1], names[1]) if chart is None else _panel_title(chart))
+            if chart is not None:
+                _draw(axis, chart)
+            if spec.title == "Completion length" and "Truncated" in drawn:
+                _draw_truncated(axis, drawn["Truncated"].series[0])
+            _finish(axis, last)
     path = run.path / "report.png"
     write_atomic(path, image.getbuffer())
     return path
 
 
+@contextlib.contextmanager
+def drawing(image: io.BytesIO, rows: int, columns: int, inches: tuple[float, float], **style: Any) -> Iterator[Any]:
+    """matplotlib's (figure, axes) in the style of all our plots, written to `image` as a PNG at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context({**STYLE, **style}):
+        figure, axes = plt.subplots(rows, columns, figsize=inches, layout="constrained")
+        try:
+            yield figure, axes
+            figure.savefig(image, dpi=140, format="png", metadata={"Software": None})
+        finally:
+            plt.close(figure)
+
+
 def _title(run: RunDir) -> str:
-    config, data = run.config, run.config.data
-    train, evals = run.metrics("train"), run.metrics("eval")
-    source = str(data.file or data.dataset or getattr(data, "from_run", None) or getattr(data, "task", "?"))
+    config, evals = run.config, run.metrics("eval")
     name = Path(config.model.name).name
     how = config.objective.name if config.kind == "grpo" else config.kind
-    parts = [f"{name} on {Path(source).name}", f"{len(train)} steps, {how}, seed {config.seed}"]
+    parts = [f"{name} on {source_name(config)}", f"{len(run.metrics('train'))} steps, {how}, seed {config.seed}"]
     scores = [score for row in evals if (score := held_out_score(row))]
     if len(scores) > 1:
         parts.append(f"held-out {score_kind(evals[0])} {scores[0][0]:.2f} → {scores[-1][0]:.2f}")
@@ -120,7 +126,7 @@ def _panel_title(chart: Chart) -> str:
 
 
 def _draw(axis: Any, chart: Chart) -> None:
-    """A chart on matplotlib's axes; its legend where there is more than one series."""
+    """Draw a chart on matplotlib's axes, with a legend where it has more than one series."""
     for series in chart.series:
         _draw_series(axis, series)
     highest = max(value for series in chart.series for value in (*series.y, *(series.high or ())) if value is not None)
@@ -136,7 +142,10 @@ def _draw(axis: Any, chart: Chart) -> None:
 
 
 def _draw_series(axis: Any, series: Series) -> None:
-    """Values faint, their mean over 5 neighbours on top; marked where they are few or held out, with their interval."""
+    """The values, faint, under their mean over 5 neighbours; held-out or few values as they are, marked by points.
+
+    Around the values their interval, if they have one.
+    """
     color = GREEN if series.points else COLORS[series.role % len(COLORS)]
     if series.low is not None and series.high is not None:
         axis.fill_between(series.x, series.low, series.high, color=color, alpha=0.15, linewidth=0)
@@ -161,7 +170,7 @@ def _draw_series(axis: Any, series: Series) -> None:
 
 
 def _draw_truncated(axis: Any, series: Series) -> None:
-    """The share of completions that the limit cut, on an axis at the right; nothing where none was cut."""
+    """The share of completions cut by the token limit, on an axis at the right; nothing where no completion was cut."""
     if not any(series.y):
         return
     right = axis.twinx()

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live display in a terminal, plain lines elsewhere, and a summary at the end."""
+"""The display of a run: live in a terminal, plain lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from tinyllm.records import Group, Prompt, Rollout
 
 SPARKS = "▁▂▃▄▅▆▇█"
 LAST_STEPS = 10
-SAMPLES_SHOWN = 2
-"""Completions shown at each step: what fits below the bar with their rewards."""
 """Steps over which the time that is left is estimated."""
 
 
 def show_progress(console: Console | None = None) -> Callback:
-    """The display that fits where output goes: live in a terminal, one line per step otherwise."""
+    """The display that suits the output: live in a terminal, one line per step otherwise."""
     console = console or Console(file=sys.stdout, highlight=False)
     return LiveProgress(console) if console.is_terminal and not console.is_dumb_terminal else PlainProgress(console)
 
@@ -64,7 +62,7 @@ class PlainProgress(Callback):
         total = self.info.config.train.steps
         parts = [f"step {metrics['step']}/{total}", *numbers(metrics, timing), f"{timing.get('step_s', 0):.1f} s"]
         self.say("  ".join([*parts, f"{duration(self.time_left())} left"]))
-        for prompt, rollout in samples(groups, metrics["step"], SAMPLES_SHOWN):
+        for prompt, rollout in samples(groups, metrics["step"]):
             self.say(f"    {sample_line(prompt, rollout, 100)}")
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
@@ -80,7 +78,7 @@ class PlainProgress(Callback):
                 self.say(line)
 
     def advance(self, step: int) -> None:
-        """Note how long the step took, with what came between."""
+        """Note the seconds since the step before, an evaluation between the two included."""
         now = time.monotonic()
         self.seconds.append(now - self.last)
         self.last, self.steps_done = now, step
@@ -121,7 +119,7 @@ class LiveProgress(PlainProgress):
         self.numbers = numbers(metrics, timing)
         if metrics.get("reward_mean") is not None:
             self.rewards.append(metrics["reward_mean"])
-        self.shown = samples(groups, metrics["step"], SAMPLES_SHOWN)
+        self.shown = samples(groups, metrics["step"])
 
     def on_end(self, result: RunResult | None) -> None:
         if self.live is not None:
@@ -157,7 +155,7 @@ class LiveProgress(PlainProgress):
 
 
 class ReplayProgress(Callback):
-    """One line that is drawn again while a run is replayed; nothing without a terminal."""
+    """A status line for replays and evaluations; shows nothing where the output is no terminal."""
 
     def __init__(self) -> None:
         console = Console(file=sys.stdout)
@@ -173,7 +171,7 @@ class ReplayProgress(Callback):
         self.on_phase(f"step {done} of {total} replayed")
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Remove the status line."""
         if self.status is not None:
             self.status.stop()
 
@@ -182,7 +180,7 @@ class ReplayProgress(Callback):
 
 
 def headline(info: RunInfo) -> str:
-    """What is about to be trained, on what, and where it is written."""
+    """The first lines of a run: model, data, objective, sizes and run directory."""
     config, facts = info.config, info.facts
     how = _objective(config) if isinstance(config, GRPOConfig) else config.kind
     what = f"{Path(config.model.name).name} on {source_name(config)}, {how}, seed {config.seed}"
@@ -201,23 +199,23 @@ def headline(info: RunInfo) -> str:
 
 
 def _objective(config: GRPOConfig) -> str:
-    """The preset and the weight of its KL, with who chose that weight."""
+    """The preset and beta, and whether beta is the preset's own."""
     beta = config.objective.axes.beta
     by_preset = config.objective.preset is not None and config.objective.beta is None
     return f"{config.objective.name} with beta {beta:g}" + (" (the preset's)" if by_preset else "")
 
 
 def source_name(config: Config) -> str:
-    """Where the prompts come from, in a word."""
+    """Name of the file, data set, run or task that the prompts come from."""
     data = config.data
     otherwise = str(getattr(data, "from_run", None) or getattr(data, "task", "?"))
     return Path(data.file or data.dataset or otherwise).name
 
 
 def numbers(metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> list[str]:
-    """The figures of a step that are worth a glance."""
+    """The numbers of a step that METRICS has a `glance` format for, and tokens per second."""
     shown = []
-    given = "reward_mean" not in metrics  # completions that are given, not sampled: the loss is what falls
+    given = "reward_mean" not in metrics  # SFT and DPO, whose loss is shown in place of a reward
     for row in METRICS:
         value = metrics.get(row.key) if row.line == "train" and row.glance else None
         if value is None or (row.key == "loss" and not given) or (row.unit == "count" and not value):
@@ -231,7 +229,7 @@ def numbers(metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> list[str]:
 
 
 def console() -> Console:
-    """Where results are printed: the terminal, or as wide as need be where there is none."""
+    """Where results are printed: as wide as the terminal, or 200 columns where there is none."""
     plain = Console(file=sys.stdout, highlight=False)
     return plain if plain.is_terminal else Console(file=sys.stdout, highlight=False, width=200)
 
@@ -247,19 +245,18 @@ def accuracy(row: Mapping[str, Any]) -> str:
 
 
 def score_name(row: Mapping[str, Any]) -> str:
-    """What `accuracy` shows of this row."""
+    """The name of the score that `accuracy` formats."""
     return f"held-out {score_kind(row)}"
 
 
-def samples(groups: Sequence[Group], step: int, count: int) -> list[tuple[Prompt, Rollout]]:
-    """A few rollouts worth seeing: the best and the worst of groups that tell the two apart, else of any."""
+def samples(groups: Sequence[Group], step: int) -> list[tuple[Prompt, Rollout]]:
+    """The best and the worst rollout of one group, if there is one whose rewards differ; another group each step."""
     mixed = [group for group in groups if len({rollout.reward for rollout in group.rollouts}) > 1] or list(groups)
-    shown: list[tuple[Prompt, Rollout]] = []
-    for number in range((count + 1) // 2 if mixed else 0):
-        group = mixed[(step + number) % len(mixed)]
-        ranked = sorted(group.rollouts, key=lambda rollout: -(rollout.verdict.value or 0.0))
-        shown += [(group.prompt, ranked[0]), (group.prompt, ranked[-1])][: count - len(shown)]
-    return shown
+    if not mixed:
+        return []
+    group = mixed[step % len(mixed)]
+    ranked = sorted(group.rollouts, key=lambda rollout: -(rollout.verdict.value or 0.0))
+    return [(group.prompt, ranked[0]), (group.prompt, ranked[-1])]
 
 
 def sample_line(prompt: Prompt, rollout: Rollout, width: int) -> str:

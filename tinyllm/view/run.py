@@ -1,4 +1,4 @@
-"""Runs in words: a list of them, one in short, one step's rollouts."""
+"""The text of `tinyllm runs` and `tinyllm show`: a table of runs, one run, the rollouts of one step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinyllm.view.progress import accuracy, duration, sample_line, source_name
 
 
 def list_runs(root: str | Path) -> list[tuple[str, ...]]:
-    """A table of the runs in a folder: path, kind, what, steps, held-out score before and after. Raises RunError."""
+    """A table of the runs in a folder: path, kind, model, data, steps, held-out scores. Raises RunError."""
     rows: list[tuple[str, ...]] = [("run", "kind", "model", "data", "steps", "held out")]
     for path in find_runs(root):
         try:
@@ -35,7 +35,7 @@ def list_runs(root: str | Path) -> list[tuple[str, ...]]:
 
 
 def describe_run(run: RunDir) -> list[str]:
-    """What a run was, under which conditions, how far it got."""
+    """Options, progress, evaluations, conditions, last metrics and findings of a run, as lines."""
     manifest = run.manifest
     train, evals, timings = run.metrics("train"), run.metrics("eval"), run.timings()
     machine, versions = manifest["machine"], manifest["versions"]

@@ -16,13 +16,11 @@ MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio"
 Send = Callable[[dict[str, float], int], None]
 
 
-def make_trackers(names: Sequence[str]) -> list[Callback]:
-    """One callback per name. Raises MissingExtra when a package is missing."""
-    return [Tracker(name) for name in names]
-
-
 class Tracker(Callback):
-    """Numbers of every step and evaluation, under train/, eval/ and timing/."""
+    """Sends the numbers of every step and evaluation, named train/..., timing/... and eval/...
+
+    Raises MissingExtra when the tracker's package is missing.
+    """
 
     def __init__(self, name: str):
         require_extra("track", f"run.trackers = {name}", name)
@@ -60,7 +58,7 @@ class Tracker(Callback):
 
 
 def numbers_of(prefix: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """Only what can be plotted, under prefix/key."""
+    """The numbers of a line, by prefix/key; texts, lists and missing values are left out."""
     return {
         f"{prefix}/{key}": float(value)
         for key, value in row.items()

@@ -1,10 +1,8 @@
 """report.html: one file with everything a run recorded, to open from disk without a network.
 
 columns    the record as columns, packed for the page
-curves     what metrics say, as charts with intervals
-health     findings in plain words
-compare    two runs beside each other
-sections   what a page is made of
+compare    two runs side by side
+sections   sections of a page, and the blocks they are built from
 page       write_html: all of it in one file
 page.html, style.css, app.js, browser.js    the page itself; charts are drawn by plotly.js
 """

@@ -25,7 +25,7 @@ MAX_TOKENS = 4_000_000
 """Of all completions in one page; a run with more is shown by steps at even distances."""
 FINISH = ("stop", "length", "error")
 READ = (
-    "step attempt group_id prompt_id draw sample policy_step policy_hash prompt completion reward reason answer parts "
+    "step group_id prompt_id sample policy_step policy_hash prompt completion reward reason answer parts "
     "finish_reason error seed_key completion_token_ids logprobs messages row extra"
 ).split()
 
@@ -43,7 +43,7 @@ class Rollouts:
     advantage: np.ndarray
     """NaN: not in derived/."""
     trained: np.ndarray
-    """Whether derived/ has the trainer's log-probabilities of the rollout."""
+    """Whether derived/ has the trainer's log-probabilities of the rollout, as 1 or 0."""
     finish: np.ndarray
     """Index into FINISH."""
     seed_key: np.ndarray
@@ -72,12 +72,6 @@ class Rollouts:
         return len(self.step)
 
 
-def count_tokens(run: RunDir, step: int) -> int:
-    """Tokens of the completions of a step. Raises RunError."""
-    tables = (_read(path, ["completion_token_ids"]) for path in _files(run, step))
-    return sum(len(table["completion_token_ids"].combine_chunks().flatten()) for table in tables)
-
-
 def read_rollouts(run: RunDir, max_tokens: int = MAX_TOKENS) -> Rollouts | None:
     """The record of a run, with what derived/ adds; None when nothing is recorded. Raises RunError for a damaged file.
 
@@ -87,24 +81,17 @@ def read_rollouts(run: RunDir, max_tokens: int = MAX_TOKENS) -> Rollouts | None:
     if not recorded:
         return None
     probed = recorded if len(recorded) <= 40 else [recorded[i * (len(recorded) - 1) // 39] for i in range(40)]
-    expected = sum(count_tokens(run, step) for step in probed) / len(probed) * len(recorded)
+    lengths = [_read(run.rollout_path(step), ["completion_token_ids"]).column(0).combine_chunks() for step in probed]
+    expected = sum(len(ids.flatten()) for ids in lengths) / len(probed) * len(recorded)
     kept = max(1, min(len(recorded), int(len(recorded) * max_tokens / max(expected, 1))))
     steps = [recorded[(i + 1) * len(recorded) // kept - 1] for i in range(kept)]
-    tables = [_read(path, READ) for step in steps for path in _files(run, step)]
-    table = pa.concat_tables(tables).combine_chunks()
-    if not len(table):
-        return None
-    return _columns(run, table, steps, len(recorded) - kept)
+    table = pa.concat_tables([_read(run.rollout_path(step), READ) for step in steps]).combine_chunks()
+    return _columns(run, table, steps, len(recorded) - kept) if len(table) else None
 
 
 def recorded_steps(run: RunDir) -> list[int]:
     """Steps that have rollouts; none for a run of a kind that samples nothing."""
     return run.steps() if (run.path / "rollouts").is_dir() else []
-
-
-def _files(run: RunDir, step: int) -> list[Path]:
-    first = run.rollout_path(step)
-    return sorted(first.parent.glob(f"{first.stem}*.parquet"), key=lambda path: (len(path.name), path.name))
 
 
 def _read(path: Path, columns: Sequence[str]) -> pa.Table:
@@ -213,7 +200,7 @@ def _derived(
 
 
 def packed(data: bytes, level: int = 6) -> str:
-    """Bytes as a block holds them."""
+    """Bytes compressed and in base64, as a block stores them."""
     return base64.b64encode(zlib.compress(data, level)).decode()
 
 
@@ -228,7 +215,7 @@ class Blocks:
         return self.add_packed(packed(data, level))
 
     def add_packed(self, text: str) -> int:
-        """Keep what `packed` returned."""
+        """Keep a text that `packed` returned."""
         self.html.append(f'<script type="text/plain" id="block-{len(self.html)}">{text}</script>')
         return len(self.html) - 1
 
@@ -299,7 +286,7 @@ def replay_command(run: RunDir) -> str:
 
 
 def token_texts(run: RunDir, ids: np.ndarray) -> dict[int, str]:
-    """What each of these token ids says, by the run's own tokenizer or its start model's; empty without one."""
+    """Token id -> its text, by the tokenizer of the run's model or of its start model; empty without a tokenizer."""
     path = _tokenizer_file(run)
     if path is None:
         return {}

@@ -1,9 +1,10 @@
-"""Two runs beside each other: where they part, which conditions differ, and what the difference in reward is worth."""
+"""Two runs side by side: the first difference, the conditions that differ, and the difference in reward."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tinyllm.errors import RunError
 from tinyllm.record.diff import compare_runs
 from tinyllm.record.metrics import held_out_score
 from tinyllm.record.rundir import RunDir
-from tinyllm.stats import Comparison, compare
+from tinyllm.stats import Comparison, Estimate, compare
 from tinyllm.view.curves import Chart, Series, clustered_interval
 from tinyllm.view.html.columns import Rollouts
 from tinyllm.view.html.sections import Block, charts, heading, table, text
@@ -130,8 +131,7 @@ def _by_prompt(a: Cells, b: Cells, cells: Sequence[tuple[int, str]]) -> tuple[Co
     scaled = np.clip((pairs - least) / span, 0, 1)
     found = compare(scaled[:, 0].tolist(), scaled[:, 1].tolist())
     d = found.difference
-    wide = type(d)(d.value * span, d.low * span, d.high * span)
-    return type(found)(wide, found.p_value, found.mid_p, found.wins, found.losses), len(means)
+    return replace(found, difference=Estimate(d.value * span, d.low * span, d.high * span)), len(means)
 
 
 def _by_steps(a: Cells, b: Cells, common: Sequence[tuple[int, str]], steps: Sequence[int], names: Any) -> Chart:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinyllm.config.io import to_toml
+from tinyllm.config.sections import GRPOConfig
 from tinyllm.errors import RunError, require_extra
 from tinyllm.health.checks import check
 from tinyllm.health.history import History
@@ -45,6 +46,7 @@ from tinyllm.view.html.sections import (
     text,
     tiles,
 )
+from tinyllm.view.progress import duration, source_name
 
 Mode = Literal["compare", "stages"]
 Columns = Sequence[Rollouts | None]
@@ -78,7 +80,9 @@ def write_html(
                 "name": name,
                 "path": str(run.path),
                 "replay": replay_command(run),
-                "rollouts": _pack(run, columns, blocks),
+                "rollouts": None
+                if columns is None
+                else pack(columns, blocks, token_texts(run, columns.token_ids), _axes(run)),
             }
             for run, columns, name in zip(runs, rollouts, names, strict=True)
         ],
@@ -138,19 +142,11 @@ def _names(runs: Sequence[RunDir]) -> list[str]:
     return [f"{path.name} ({number})" for number, path in enumerate(paths, 1)]
 
 
-def _pack(run: RunDir, columns: Rollouts | None, blocks: Blocks) -> dict[str, Any] | None:
-    if columns is None:
-        return None
-    return pack(columns, blocks, token_texts(run, columns.token_ids), _axes(run))
-
-
 def _axes(run: RunDir) -> dict[str, Any]:
-    """What decides whether a token is clipped; empty for a run that clips nothing."""
-    if run.manifest.get("kind", "grpo") != "grpo":
+    """The axes of the objective that decide which tokens are clipped; empty for SFT and DPO, which clip nothing."""
+    if not isinstance(run.config, GRPOConfig):
         return {}
-    from tinyllm.post.batch import objective_axes
-
-    axes = objective_axes(run.config)
+    axes = run.config.objective.axes
     return {name: getattr(axes, name) for name in ("ratio", "clip", "clip_low", "clip_high", "dual_clip")}
 
 
@@ -193,20 +189,16 @@ def _overview(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str]) -
 
 
 def _tiles(run: RunDir) -> Block:
-    """The run in a few figures."""
+    """Model, steps, held-out score and time of a run."""
     train, evals = run.metrics("train"), run.metrics("eval")
-    config = run.manifest["config"]
-    settings = {name: config.get(name) or {} for name in ("model", "data", "objective", "train")}
-    data = settings["data"]
-    source = data.get("file") or data.get("dataset") or data.get("task") or "?"
+    config = run.config
     done = train[-1]["step"] if train else 0
-    kind = run.manifest.get("kind", "grpo")
+    preset = config.objective.preset if isinstance(config, GRPOConfig) else None
+    how = config.kind.upper() + (f", preset {preset}" if preset else "")
     items = [
-        ("model", Path(str(settings["model"].get("name", "?"))).name, f"on {Path(str(source)).name}"),
-        (kind.upper(), f"{done} steps", f"of {settings['train'].get('steps', '?')}, seed {config.get('seed', '?')}"),
+        ("model", Path(config.model.name).name, f"on {source_name(config)}"),
+        (how, f"{done} steps", f"of {config.train.steps}, seed {config.seed}"),
     ]
-    if preset := settings["objective"].get("preset"):
-        items[1] = (f"{kind.upper()}, preset {preset}", items[1][1], items[1][2])
     scored = [(row, score) for row in evals if (score := held_out_score(row))]
     if scored:
         (_, before), (last, after) = scored[0], scored[-1]
@@ -219,20 +211,15 @@ def _tiles(run: RunDir) -> Block:
     if seconds := sum(row.get("step_s") or 0 for row in run.timings()):
         tokens = sum(row.get("sampled_tokens") or 0 for row in run.timings())
         speed = f"{tokens / seconds:,.0f} sampled tokens per second" if tokens else ""
-        items.append(("time in steps", _duration(seconds), speed))
+        items.append(("time in steps", duration(seconds), speed))
     return tiles(items)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
 def _before_after(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str], count: int = 4) -> list[Block]:
     """Completions of prompts that were sampled early and again late; none of runs whose completions are given."""
     blocks: list[Block] = []
     for run, columns, name in zip(runs, rollouts, names, strict=True):
-        if columns is None or run.manifest.get("kind", "grpo") != "grpo":
+        if columns is None or not isinstance(run.config, GRPOConfig):
             continue
         seen: dict[str, list[int]] = {}
         for group, prompt in enumerate(columns.texts["prompt_id"]):
@@ -261,10 +248,10 @@ def _sample(columns: Rollouts, row: int) -> str:
 
 
 def _health(run: RunDir, drawn: Sequence[Chart], name: str) -> list[Block]:
-    """What the checks say of a run, what was not scored or not trained on, and these charts."""
+    """The findings on a run, its unscored completions, the quarters of its ledger, and these charts."""
     history = History.of(run)
     found = check(history)
-    blocks = [notes(found, name) if found else text("Nothing was recorded that tells of the run's health.")]
+    blocks = [notes(found, name) if found else text("No metric that a health check reads was recorded.")]
     if reasons := unscored_reasons(history.train):
         blocks += [heading("Unscored completions"), table(["reason", "count", "first step", "last step"], reasons)]
     if history.ledger and history.train:
@@ -281,34 +268,34 @@ def _health(run: RunDir, drawn: Sequence[Chart], name: str) -> list[Block]:
 def _stages(runs: Sequence[RunDir], rollouts: Columns, names: Sequence[str]) -> list[Block]:
     rows: list[list[str]] = []
     for run, name in zip(runs, names, strict=True):
-        kind = run.manifest.get("kind", "grpo").upper()
+        kind = run.config.kind.upper()
         for row in run.metrics("eval"):
             values = held_out_score(row)
             cells = [f"{values[0]:.3f} [{values[1]:.3f}, {values[2]:.3f}]" if values and "loss" not in row else "-"]
             cells.append(f"{row['loss']:.4f}" if isinstance(row.get("loss"), (int, float)) else "-")
             cells.append(f"{row['kl']:.4f}" if isinstance(row.get("kl"), (int, float)) else "-")
             rows.append([name, kind, str(row["step"]), *cells])
-    blocks: list[Block] = [heading("Held-out evaluations, stage after stage")]
-    blocks.append(
-        table(["stage", "kind", "step", "score, 95% interval", "loss", "KL"], rows) if rows else text("None was made.")
-    )
-    return [*blocks, *_before_after(runs, rollouts, names)]
+    head = ["stage", "kind", "step", "score, 95% interval", "loss", "KL"]
+    shown = table(head, rows) if rows else text("No held-out evaluation was made.")
+    return [heading("Held-out evaluations, stage after stage"), shown, *_before_after(runs, rollouts, names)]
 
 
 def _record(run: RunDir, name: str) -> list[Block]:
-    """Where every number comes from, and how to compute it again."""
+    """The conditions of a run, its hashes and options, and the command that computes the run again."""
     manifest = run.manifest
-    instance = manifest.get("instance", {})
-    facts = [["run directory", str(run.path)], ["kind", manifest.get("kind", "grpo")]]
-    facts += [["made", f"{instance.get('created', '?')} on {instance.get('host', '?')}"]]
-    facts += [["command", " ".join(map(str, instance.get("command", [])))]]
+    instance, machine = manifest["instance"], manifest["machine"]
     steps = recorded_steps(run)
-    facts += [["steps recorded", f"{steps[0]} to {steps[-1]}" if steps else "none"]]
-    facts += [["checkpoints", ", ".join(map(str, run.checkpoints.steps())) or "none"]]
-    machine = manifest.get("machine", {})
-    facts += [["machine", f"{machine.get('processor', '?')}, {machine.get('threads', '?')} threads"]]
-    facts += [[f"hash of {key}", value] for key, value in manifest.get("hashes", {}).items() if isinstance(value, str)]
-    facts += [[key, value] for key, value in manifest.get("versions", {}).items() if value]
+    facts = [
+        ["run directory", str(run.path)],
+        ["kind", run.config.kind],
+        ["made", f"{instance['created']} on {instance['host']}"],
+        ["command", " ".join(map(str, instance["command"]))],
+        ["steps recorded", f"{steps[0]} to {steps[-1]}" if steps else "none"],
+        ["checkpoints", ", ".join(map(str, run.checkpoints.steps())) or "none"],
+        ["machine", f"{machine['processor']}, {machine['threads']} threads"],
+        *([f"hash of {key}", value] for key, value in manifest["hashes"].items() if isinstance(value, str)),
+        *([key, value] for key, value in manifest["versions"].items() if value),
+    ]
     blocks = [heading(name), table(["", "record"], facts)]
     if steps:
         blocks += [heading("Compute it again", "every hash must be equal")]

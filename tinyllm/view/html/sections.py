@@ -1,6 +1,6 @@
-"""What a page is made of: sections of blocks, each block plain data that the page knows how to draw.
+"""Sections of a page and the blocks they are built from. A block is plain data that app.js draws.
 
-Whoever makes a report of their own (a pipeline of several stages, say) adds sections built from these functions.
+A report of one's own, such as that of a pipeline of several stages, adds sections built from these functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Block = dict[str, Any]
 
 @dataclass(frozen=True)
 class Section:
-    """One page behind one entry of the navigation."""
+    """The content of one tab of the page."""
 
     title: str
     blocks: list[Block] = field(default_factory=list)
@@ -50,7 +50,7 @@ def command(words: str) -> Block:
 
 
 def notes(items: Sequence[Finding], run: str) -> Block:
-    """Findings on a run of this name, each with a button that shows the rollouts it speaks of."""
+    """Findings on a run of this name, each with a button that shows the rollouts of the finding."""
     return {"type": "notes", "items": [_note(item, run) for item in items]}
 
 
@@ -65,7 +65,7 @@ def _note(finding: Finding, run: str) -> dict[str, Any]:
 
 
 def sentence(words: str) -> str:
-    """Words with a capital letter and a full stop; nothing of nothing."""
+    """Words with a capital letter and a full stop; an empty text stays empty."""
     return f"{words[:1].upper()}{words[1:]}." if words else ""
 
 
