@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from tinyllm.rewards.text.numbers import MAX_EXPONENT, digits_to_int
+from tinyllm.rewards.text.numbers import decimal_value, digits_to_int
 
 MAX_CHARS = 4_000
 
@@ -174,10 +174,7 @@ def number(text: str) -> Fraction:
         start = Fraction(digits_to_int(plain.replace(".", "") or "0"), 10**places)
         return start + Fraction(digits_to_int(digits), (10 ** len(digits) - 1) * 10**places)
     mantissa, _, exponent = text.lower().partition("e")
-    whole, _, part = mantissa.partition(".")
-    digits = exponent.lstrip("+-").lstrip("0") or "0"
-    if len(digits) > 4 or int(digits) > MAX_EXPONENT:
+    value = decimal_value(mantissa, exponent)
+    if value is None:
         raise Unreadable("the exponent is too large")
-    shift = (-int(digits) if exponent.startswith("-") else int(digits)) - len(part)
-    value = digits_to_int(whole + part)
-    return Fraction(value * 10**shift) if shift >= 0 else Fraction(value, 10**-shift)
+    return value

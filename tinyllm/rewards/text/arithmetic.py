@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import ClassVar, Literal
@@ -241,13 +242,6 @@ def show(value: Value) -> str:
 
 
 def _digits(number: Fraction | int) -> str:
-    """As text; the interpreter's own conversion stops at 4,300 digits."""
-    value = Fraction(number)
-    if value.denominator != 1:
-        return f"{_digits(value.numerator)}/{_digits(value.denominator)}"
-    sign, whole = "-" if value < 0 else "", abs(value.numerator)
-    pieces = []
-    while whole >= 10**4000:
-        whole, low = divmod(whole, 10**4000)
-        pieces.append(f"{low:04000d}")
-    return sign + str(whole) + "".join(reversed(pieces))
+    """As text; Decimal writes every digit, where the interpreter's own conversion of integers stops at 4,300."""
+    above, below = map(Decimal, Fraction(number).as_integer_ratio())
+    return str(above) if below == 1 else f"{above}/{below}"
