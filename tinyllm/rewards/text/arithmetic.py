@@ -24,33 +24,30 @@ _TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::([0-5][0-9]))?(?:[ ]?([aApP])\
 _WORD = "[A-Za-z\u00b0\u00b5\u03bc\u03a9]+[\u00b2\u00b3]?(?:\\^-?[0-9])?"
 _UNIT = re.compile(rf"[ ]?({_WORD}(?:[ /\u00b7]{_WORD}){{0,4}}|[$€£])$")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
-ALIASES = {
-    alias: names[0]
-    for names in (
-        ("$", "dollar", "dollars", "usd"),
-        ("€", "euro", "euros", "eur"),
-        ("£", "pound", "pounds", "gbp"),
-        ("cent", "cents"),
-        ("%", "percent"),
-        ("m", "meter", "meters", "metre", "metres"),
-        ("km", "kilometer", "kilometers", "kilometre", "kilometres"),
-        ("cm", "centimeter", "centimeters", "centimetre", "centimetres"),
-        ("mm", "millimeter", "millimeters", "millimetre", "millimetres"),
-        ("mile", "miles", "mi"),
-        ("ft", "foot", "feet"),
-        ("inch", "inches", "in"),
-        ("g", "gram", "grams"),
-        ("kg", "kilogram", "kilograms"),
-        ("s", "sec", "second", "seconds"),
-        ("min", "minute", "minutes"),
-        ("h", "hr", "hour", "hours"),
-        ("day", "days"),
-        ("l", "L", "liter", "liters", "litre", "litres"),
-        ("ml", "mL", "milliliter", "milliliters", "millilitre", "millilitres"),
-        ("\u00b0", "degree", "degrees"),
-    )
-    for alias in names
-}
+_UNITS = """
+$ dollar dollars usd
+€ euro euros eur
+£ pound pounds gbp
+cent cents
+% percent
+m meter meters metre metres
+km kilometer kilometers kilometre kilometres
+cm centimeter centimeters centimetre centimetres
+mm millimeter millimeters millimetre millimetres
+mile miles mi
+ft foot feet
+inch inches in
+g gram grams
+kg kilogram kilograms
+s sec second seconds
+min minute minutes
+h hr hour hours
+day days
+l L liter liters litre litres
+ml mL milliliter milliliters millilitre millilitres
+\u00b0 degree degrees
+"""
+ALIASES = {alias: names.split()[0] for names in _UNITS.strip().split("\n") for alias in names.split()}
 """Spellings of one unit. Nothing is converted: 1 km is not 1000 m unless the task's gold says so."""
 
 

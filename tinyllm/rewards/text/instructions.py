@@ -7,6 +7,7 @@ does not count.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping
@@ -81,7 +82,7 @@ class InstructionVerifier(Verifier):
             constraint = REGISTRY[name]
             values = _arguments(name, constraint, arguments)
             _agree(name, values, prompt_text(row))
-            found.append((name, values, constraint.build(**values)))
+            found.append((name, values, functools.partial(constraint.follows, **values)))
         if not found:
             raise DataError(f"the row has no constraints in column {self.constraints!r}")
         for (name, values, _), (other, more, _) in itertools.combinations(found, 2):
