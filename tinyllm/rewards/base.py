@@ -67,8 +67,8 @@ class Verifier(ABC):
     region beside the family's own."""
 
     @abstractmethod
-    def check(self, row: Row) -> None:
-        """Raises DataError when the row's gold or task cannot be used."""
+    def check(self, row: Row) -> object:
+        """The row's gold or task as the family reads it. Raises DataError when it cannot be used."""
 
     @abstractmethod
     def judge(self, row: Row, text: str) -> Verdict:

@@ -76,11 +76,7 @@ class CodeVerifier(Verifier):
         runs = len(row.get("stdio") or [None])
         return runs * (self.wall_s + 1) + sandbox.START_S
 
-    def check(self, row: Row) -> None:
-        self._tests(row)
-
-    @staticmethod
-    def _tests(row: Row) -> Tests:
+    def check(self, row: Row) -> Tests:
         tests = read_tests(row)
         for value in (*tests.inputs, *tests.expected):
             if not _is_plain(value):
@@ -89,7 +85,7 @@ class CodeVerifier(Verifier):
         return tests
 
     def judge(self, row: Row, text: str) -> Verdict:
-        tests = self._tests(row)
+        tests = self.check(row)
         source = find_code(after_think(cut(text), self.think_prefilled), tests.entry)
         if source is None:
             return correct(False, None)

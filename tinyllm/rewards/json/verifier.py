@@ -120,11 +120,15 @@ class JsonVerifier(Verifier):
             if not low <= getattr(self, name) <= high:
                 raise RewardError(f"json.{name} = {getattr(self, name)}; give {low} to {high}")
 
-    def check(self, row: Row) -> None:
-        self._validator(row)
+    def check(self, row: Row) -> Any:
+        """The validator of the row's schema."""
+        schema = row.get(self.schema)
+        if schema is None:
+            raise DataError(f"the row has no column {self.schema!r} with a JSON Schema; columns are {', '.join(row)}")
+        return _compiled(schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True))
 
     def judge(self, row: Row, text: str) -> Verdict:
-        validator = self._validator(row)
+        validator = self.check(row)
         document, why = self._document(text)
         with _deep():
             return correct(not why and validator.is_valid(document), text.strip())
@@ -132,7 +136,7 @@ class JsonVerifier(Verifier):
     def explain(self, row: Row, text: str) -> str:
         document, why = self._document(text)
         with _deep():
-            fault = None if why else next(self._validator(row).iter_errors(document), None)
+            fault = None if why else next(self.check(row).iter_errors(document), None)
         return why or (f"{fault.json_path}: {fault.message[:200]}" if fault else "")
 
     def probes(self, row: Row) -> list[SelfTest]:
@@ -160,12 +164,6 @@ class JsonVerifier(Verifier):
             except NotJson as error:
                 why = str(error)
         return None, why
-
-    def _validator(self, row: Row) -> Any:
-        schema = row.get(self.schema)
-        if schema is None:
-            raise DataError(f"the row has no column {self.schema!r} with a JSON Schema; columns are {', '.join(row)}")
-        return _compiled(schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True))
 
 
 @lru_cache(maxsize=1024)

@@ -99,10 +99,7 @@ class ArithmeticVerifier(Verifier):
     def _units(self) -> frozenset[str]:
         return frozenset(ALIASES.get(unit, unit) for unit in self.units)
 
-    def check(self, row: Row) -> None:
-        self.read_gold(row)
-
-    def read_gold(self, row: Row) -> Value:
+    def check(self, row: Row) -> Value:
         """Raises DataError when the gold is not a number, tuple or time of the task's kind."""
         text = gold_text(row, self.gold)
         value = _read_gold(self, text)
@@ -112,7 +109,7 @@ class ArithmeticVerifier(Verifier):
         return value
 
     def judge(self, row: Row, text: str) -> Verdict:
-        gold = self.read_gold(row)
+        gold = self.check(row)
         found, _ = self.region.find(text)
         if found is None:
             return correct(False, None)
@@ -126,7 +123,7 @@ class ArithmeticVerifier(Verifier):
 
     def explain(self, row: Row, text: str) -> str:
         found, why = self.region.find(text)
-        unread = found is not None and self._answer(found, self.read_gold(row).kind) is None
+        unread = found is not None and self._answer(found, self.check(row).kind) is None
         return why or ("the answer does not read completely" if unread else "")
 
     def same(self, gold: Value, answer: Value) -> bool:
@@ -144,7 +141,7 @@ class ArithmeticVerifier(Verifier):
         return all(abs(a - g) <= max(absolute, relative * abs(g)) for a, g in pairs)
 
     def probes(self, row: Row) -> list[SelfTest]:
-        gold = self.read_gold(row)
+        gold = self.check(row)
         wrong = Value(gold.kind, tuple(number + 1 for number in gold.numbers), gold.unit, gold.bracket)
         if self._tolerances is not None:
             absolute, relative = map(Fraction, self._tolerances)

@@ -245,9 +245,7 @@ def _can_tell_language(values: Mapping[str, Any]) -> str:
 
 REGISTRY: dict[str, Constraint] = {
     "keywords:existence": Constraint(_keywords, {"keywords": _texts}),
-    "keywords:frequency": Constraint(
-        _frequency, {"keyword": _text, "frequency": _positive, "relation": _relation}
-    ),
+    "keywords:frequency": Constraint(_frequency, {"keyword": _text, "frequency": _positive, "relation": _relation}),
     "keywords:forbidden_words": Constraint(_forbidden, {"forbidden_words": _texts}),
     "keywords:letter_frequency": Constraint(
         _letters, {"letter": _letter, "let_frequency": _positive, "let_relation": _relation}
@@ -256,18 +254,14 @@ REGISTRY: dict[str, Constraint] = {
         _response_language, {"language": _language}, consistent=_can_tell_language
     ),
     "length_constraints:number_words": Constraint(_words, {"num_words": _positive, "relation": _relation}),
-    "length_constraints:number_sentences": Constraint(
-        _sentences, {"num_sentences": _positive, "relation": _relation}
-    ),
+    "length_constraints:number_sentences": Constraint(_sentences, {"num_sentences": _positive, "relation": _relation}),
     "length_constraints:number_paragraphs": Constraint(_paragraphs, {"num_paragraphs": _positive}),
     "length_constraints:nth_paragraph_first_word": Constraint(
         _first_word,
         {"num_paragraphs": _positive, "nth_paragraph": _positive, "first_word": _text},
         consistent=_nth_exists,
     ),
-    "count:word_count_range": Constraint(
-        _range, {"min_words": _count, "max_words": _positive}, consistent=_in_order
-    ),
+    "count:word_count_range": Constraint(_range, {"min_words": _count, "max_words": _positive}, consistent=_in_order),
     "detectable_content:number_placeholders": Constraint(_placeholders, {"num_placeholders": _positive}),
     "detectable_content:postscript": Constraint(_postscript, {"postscript_marker": _text}),
     "detectable_format:number_bullet_lists": Constraint(_bullets, {"num_bullets": _positive}),
