@@ -262,7 +262,7 @@ _BY_CHECK: dict[Callable[[str, Metadata], Check], str] = {
     same_by(_numbers, "list of numbers"): "number_filtering number_sorting spiral_matrix",
     same_by(_words, "list of words"): "word_sorting",
     same_by(_grid, "grid"): "binary_matrix game_of_life manipulate_matrix mini_sudoku pool_matrix rotate_matrix sudoku",
-    same_by(_truth, "True or False"): "game_of_life_halting",
+    same_by(_truth, "truth value"): "game_of_life_halting",
     math_check: "complex_arithmetic polynomial_multiplication",
     integral_check: "intermediate_integration simple_integration",
     factors_check: "prime_factorization",

@@ -42,49 +42,20 @@ MAX_FRAMES = 15_000
 """Recursion limit while jsonschema validates: it takes some frames a level, also under a schema of itself."""
 _BLANK = " \t\r\n"
 """White space of JSON."""
-_ONE: tuple[str, ...] = (
-    "additionalProperties",
-    "additionalItems",
-    "contains",
-    "not",
-    "if",
-    "then",
-    "else",
-    "propertyNames",
+_ONE = frozenset(
+    "additionalProperties additionalItems contains not if then else propertyNames unevaluatedItems "
+    "unevaluatedProperties items".split()
 )
-_ONE += ("unevaluatedItems", "unevaluatedProperties", "items")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-_NOTES: tuple[str, ...] = (
-    "$schema",
-    "$id",
-    "$anchor",
-    "$defs",
-    "definitions",
-    "$comment",
-    "title",
-    "description",
-    "default",
-    "examples",
+"""Keywords whose value is a schema; _LISTS: a list of schemas; _MAPS: schemas by name."""
+_LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
+_MAPS = frozenset("properties patternProperties $defs definitions dependentSchemas dependencies".split())
+_NOTES = frozenset(
+    "$schema $id $anchor $defs definitions $comment title description default examples deprecated readOnly writeOnly "
+    "then else minContains maxContains id".split()
 )
-_NOTES += ("deprecated", "readOnly", "writeOnly", "then", "else", "minContains", "maxContains", "id")
+"""Known keywords that the library has no check of its own for."""
 _BOUNDS = [("minimum", "maximum"), *((f"min{what}", f"max{what}") for what in ("Length", "Items", "Properties"))]
-_ANYTHING: tuple[Any, ...] = (
-    None,
-    True,
-    0,
-    1.5,
-    0.1234567,
-    -(10**30),
-    10**30,
-    "",
-    "x" * 10_000,
-    [],
-    [1, 1],
-    ["x"],
-    {},
-    {"x": 1},
-)
+_ANYTHING = [None, True, 0, 1.5, 0.1234567, -(10**30), 10**30, "", "x" * 10_000, [], [1, 1], ["x"], {}, {"x": 1}]
 """Documents of every type: a schema that all of them satisfy tests nothing."""
 
 
