@@ -183,11 +183,8 @@ class _Parser:
         for kind, text in self.tokens[self.at :]:
             words = set(text.lower().replace(",", " ").split())
             symbol = (kind == "word" and len(text) == 1) or (kind == "cmd" and text in GREEK)
-            if (
-                not symbol
-                and (kind, text) not in (("op", ","), ("op", "in"))
-                and (kind != "text" or words - QUALIFIERS)
-            ):
+            fits = words <= QUALIFIERS if kind == "text" else symbol or (kind, text) in (("op", ","), ("op", "in"))
+            if not fits:
                 raise Unreadable(f"{text!r} after the answer")
         self.at = len(self.tokens)
 
@@ -417,17 +414,19 @@ class _Parser:
         return self.node("sym", name)
 
     def _subscript(self) -> str:
-        braced = self.accept("{")
+        if not self.accept("{"):
+            kind, sub = self.peek()
+            if kind != "num" and (kind != "word" or len(sub) > 1):
+                raise Unreadable("a subscript that is no name")
+            self.at += 1
+            return sub
         sub = ""
-        while not (braced and self.accept("}")):
+        while not self.accept("}"):
             kind, text = self.peek()
-            single = kind == "num" or (kind == "word" and (braced or len(text) == 1))
-            if not single and not (braced and (kind == "text" or text in (",", "+", "-"))):
+            if kind not in ("num", "word", "text") and text not in (",", "+", "-"):
                 raise Unreadable("a subscript that is no name")
             sub += text
             self.at += 1
-            if not braced:
-                break
         return sub
 
     def _command(self, name: str) -> Tree:
