@@ -54,7 +54,7 @@ class ProbeFinding:
 
     @property
     def pays(self) -> bool:
-        """Whether a policy could live on it."""
+        """Whether the attack is rewarded often enough for a policy to learn it."""
         return self.paid > 0 if self.informed else self.paid > CHANCE * self.rows
 
 

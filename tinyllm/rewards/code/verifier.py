@@ -101,7 +101,7 @@ class CodeVerifier(Verifier):
             return "no code that can be used"
         if tests.kind == "stdio":
             return ""
-        outcome = self._run(_request(tests, source), b"")
+        outcome = self._run(_request(tests, source))
         return f"stopped by its limit of {outcome.stopped}" if outcome.stopped else "; ".join(outcome.reports[1:])[:300]
 
     def probes(self, row: Row) -> list[SelfTest]:
@@ -112,11 +112,8 @@ class CodeVerifier(Verifier):
             found.insert(0, SelfTest("reference solution", f"```python\n{row['solution']}\n```", 1))
         return found
 
-    def _limits(self) -> Limits:
-        return Limits(self.cpu_s, self.wall_s, self.memory_mb)
-
-    def _run(self, request: dict[str, Any], stdin: bytes) -> Outcome:
-        return sandbox.run(request, stdin, self._limits(), self.sandbox)
+    def _run(self, request: dict[str, Any], stdin: bytes = b"") -> Outcome:
+        return sandbox.run(request, stdin, Limits(self.cpu_s, self.wall_s, self.memory_mb), self.sandbox)
 
     def _passes(self, tests: Tests, source: str) -> bool:
         if tests.kind == "stdio":
@@ -124,7 +121,7 @@ class CodeVerifier(Verifier):
                 self._prints(source, given, expected, tests.tolerance)
                 for given, expected in zip(tests.inputs, tests.expected, strict=True)
             )
-        outcome = self._run(_request(tests, source), b"")
+        outcome = self._run(_request(tests, source))
         values = _values(outcome, len(tests.inputs))
         if values is None:
             return False
