@@ -1,4 +1,4 @@
-"""Family code: the cases, and attacks on the sandbox on every rung that works here; after each, host and next verdict are right."""
+"""Family code: the cases, and attacks on the sandbox on every backend that works here; after each, host and next verdict are right."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.rewards import build, verify
+from tinyllm.rewards.base import row_fault
 from tinyllm.rewards.code.sandbox_limits import LimitGroup
 from tinyllm.rewards.code.verifier import fenced_blocks, find_code, same, same_output, sandbox
-from tinyllm.rewards.selftest import row_fault
 
 ADD = {
     "prompt": "Write add(a, b).",
     "calls": [[[2, 3], 5], [[-4, 1], -3]],
     "solution": "def add(a, b):\n    return a + b",
 }
-RUNGS = ("bubblewrap", "landlock")
+BACKENDS = ("bubblewrap", "landlock")
 SHORT = sandbox.Limits(cpu_s=1.0, wall_s=2.0)
 
 
@@ -31,7 +31,7 @@ def test_bubblewrap_is_there_and_named_for_the_manifest():
 
 def test_without_a_sandbox_code_is_refused_with_the_install_command(monkeypatch):
     sandbox.choose.cache_clear()
-    monkeypatch.setattr(sandbox, "_rungs", list)
+    monkeypatch.setattr(sandbox, "_backends", list)
     with pytest.raises(RewardError, match="apt-get install bubblewrap"):
         sandbox.choose("auto")
     assert sandbox.choose("unsafe-no-sandbox").level == "unsafe-no-sandbox"  # only by name
@@ -58,7 +58,7 @@ def _is_ours(process):
         return False
 
 
-@pytest.fixture(params=RUNGS)
+@pytest.fixture(params=BACKENDS)
 def level(request):
     return request.param
 

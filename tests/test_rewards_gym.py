@@ -8,9 +8,9 @@ import pytest
 
 from tinyllm.errors import DataError
 from tinyllm.rewards import build, verify
+from tinyllm.rewards.base import row_fault
 from tinyllm.rewards.gym.checks import CHECKS
 from tinyllm.rewards.gym.readers import arithmetic
-from tinyllm.rewards.selftest import row_fault
 from tinyllm.tasks import gym
 
 WITNESS = Path("/tmp/verifier_was_here")

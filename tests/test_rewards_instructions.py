@@ -10,7 +10,7 @@ import pytest
 
 from tinyllm.errors import DataError, RewardError
 from tinyllm.rewards import build, verify
-from tinyllm.rewards.selftest import row_fault
+from tinyllm.rewards.base import row_fault
 from tinyllm.rewards.text.constraints import REGISTRY
 from tinyllm.rewards.text.languages import LANGUAGES, detector, language_of
 

@@ -9,9 +9,9 @@ import pytest
 
 from tinyllm.errors import DataError
 from tinyllm.rewards import build, verify
+from tinyllm.rewards.base import row_fault
 from tinyllm.rewards.math.reader import read
 from tinyllm.rewards.math.tokens import Unreadable
-from tinyllm.rewards.selftest import row_fault
 
 WITNESS = Path("/tmp/verifier_was_here")
 

@@ -9,7 +9,7 @@ import pytest
 
 from tinyllm.errors import DataError
 from tinyllm.rewards import build, verify
-from tinyllm.rewards.selftest import row_fault
+from tinyllm.rewards.base import row_fault
 from tinyllm.rewards.text.numbers import last_number, read_number
 
 ROW = {"prompt": "How many?", "answer": "12"}

@@ -14,8 +14,8 @@ from verifier_cases import CASES, case_ids, row_of, spec_of
 from tinyllm.errors import DataError
 from tinyllm.records import Prompt
 from tinyllm.rewards import RewardJudge, build, verify
+from tinyllm.rewards.base import row_fault
 from tinyllm.rewards.combine import RewardPart
-from tinyllm.rewards.selftest import row_fault
 
 WITNESS = Path("/tmp/verifier_was_here")
 WRONG_GOLDS = {"gym-01"}

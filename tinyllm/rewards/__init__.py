@@ -1,11 +1,11 @@
 """Rewards: verifier families, reward functions (module:function), and the judge that makes one verdict of their parts.
 
-    base        what a verifier is, and how one is built from a spec
+    base        what a verifier is, its self-test of a row, and how it is built from a spec
     functions   reward functions in the form TRL users have
-    combine     the terms of a reward, and one verdict from theirs
+    combine     the parts of a reward, and one verdict from the verdicts of the parts
     judge       RewardJudge: prompts and completions -> verdicts, what was logged
-    pool, worker    worker processes with limits, for what has no bound of its own
-    selftest, rowcheck    self-tests of task rows at load
+    pool, worker    worker processes with limits, for verifiers and functions without a bound of their own
+    rowcheck    self-tests of all task rows at load
     probe       attacks on a verifier before training
     identity    hashes of what judges
 

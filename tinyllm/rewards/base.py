@@ -58,8 +58,8 @@ class Verifier(ABC):
 
     family: ClassVar[str]
     in_process: ClassVar[bool] = True
-    """Whether one verdict is bounded by construction (linear time, no foreign code), so that it needs no worker
-    process."""
+    """Whether one verdict is bounded by construction (linear time, no foreign code), so that the verifier needs no
+    worker process."""
     prompt_fails: ClassVar[bool] = True
     """Whether the prompt itself, as a completion, must score 0 (a self-test)."""
     region: Region | None = None
@@ -67,8 +67,8 @@ class Verifier(ABC):
     region beside the family's own."""
 
     @abstractmethod
-    def check(self, row: Row) -> None:
-        """Raises DataError when the row's gold or task cannot be used."""
+    def check(self, row: Row) -> object:
+        """The row's gold or task as the family reads it. Raises DataError when it cannot be used."""
 
     @abstractmethod
     def judge(self, row: Row, text: str) -> Verdict:
@@ -92,11 +92,11 @@ class Verifier(ABC):
         return []
 
     def describe(self) -> dict[str, Any]:
-        """What beside the settings decides verdicts on this machine (the sandbox of code)."""
+        """Facts of this machine that decide verdicts beside the settings (the sandbox of code)."""
         return {}
 
     def warm_up(self) -> None:  # noqa: B027  most families have nothing to warm up
-        """Import and build what the first verdict would otherwise pay for."""
+        """Import and build what the first verdict needs, so that its time limit is for judging alone."""
 
     def time_limit(self, row: Row) -> float:
         """Seconds one verdict may take by the row's own limits; the pool waits at least this long."""
@@ -164,6 +164,36 @@ def prompt_text(row: Row) -> str:
     if isinstance(prompt, list):
         return "\n".join(str(message.get("content", "")) for message in prompt)
     return str(prompt)
+
+
+# Self-tests of a row
+
+
+def row_fault(verifier: Verifier, row: Row) -> str | None:
+    """Why the verifier cannot judge this row, or None.
+
+    A verifier that cannot tell the gold answer from an empty text must not train a model: the gold can be read; the
+    gold, written as an answer, scores 1; the empty text, the prompt itself and a wrong gold of the same kind score 0.
+    """
+    try:
+        verifier.check(row)
+    except DataError as error:
+        return str(error)
+    for probe in self_tests(verifier, row):
+        verdict = verify(verifier, row, probe.text)
+        if verdict.value is None:
+            return f"self-test {probe.name!r} could not be scored: {verdict.reason}"
+        if (verdict.value == 1.0) != bool(probe.expected) or (not probe.expected and verdict.value > 0):
+            return (
+                f"self-test {probe.name!r} scores {verdict.value:g} instead of {probe.expected}: {probe.text[-80:]!r}"
+            )
+    return None
+
+
+def self_tests(verifier: Verifier, row: Row) -> list[SelfTest]:
+    """All self-tests of a row."""
+    echo = [SelfTest("the prompt itself", prompt_text(row), 0)] if verifier.prompt_fails else []
+    return [SelfTest("empty text", "", 0), *echo, *verifier.probes(row)]
 
 
 # Building from a spec

@@ -1,4 +1,4 @@
-"""The terms of a reward, from the configuration, and how their verdicts become one.
+"""The parts of a reward, from the configuration, and one verdict from the verdicts of the parts.
 
     value = sum of weight x part      (combine = "sum")
           | product of the parts      ("product")
@@ -23,12 +23,12 @@ from tinyllm.rewards.text.extract import Region
 from tinyllm.rewards.text.format import FormatVerifier
 
 FORMAT = "format"
-"""Name of the part that judges the form of a text; where all other parts are left out, it does not score alone."""
+"""Name of the part that judges the form of a text. Where no other part has a value, this part gives no reward."""
 
 
 @dataclass(frozen=True)
 class RewardPart:
-    """One term of the reward."""
+    """One part of the reward: a name, a weight, and the verifier or function that judges."""
 
     name: str
     weight: float
@@ -42,7 +42,7 @@ class RewardPart:
 
 
 def make_parts(reward: RewardConfig, task_verifier: str | None) -> list[RewardPart]:
-    """The terms of the reward, in order. Raises RewardError naming the field, the value and the remedy."""
+    """The parts of the reward, in order. Raises RewardError naming the field, the value and the remedy."""
     specs: list[Any] = list(reward.functions)
     weights = list(reward.weights) or [1.0] * max(1, len(specs))
     if not specs:
@@ -93,8 +93,8 @@ def _names(name: str) -> Iterator[str]:
 
 
 def combined(parts: Sequence[RewardPart], verdicts: Sequence[Verdict], combine: str) -> Verdict:
-    """One verdict from the parts' own. A part that does not apply to this row (a function for other tasks) leaves the
-    sum; any other part without a value leaves the completion unscored, with that part's reason."""
+    """One verdict from the verdicts of the parts. A part that does not apply to this row (a function for other tasks)
+    is left out of the sum; any other part without a value leaves the completion unscored, with the part's reason."""
     named = list(zip(parts, verdicts, strict=True))
     answer = next((verdict.answer for verdict in verdicts if verdict.answer is not None), None)
     left_out = [verdict for verdict in verdicts if verdict.cause is Unscored.NOT_APPLICABLE]

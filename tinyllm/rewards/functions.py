@@ -1,12 +1,13 @@
-"""Reward functions in the form TRL users have: `module:function`, called once per batch with lists.
+"""Reward functions with the signature of TRL's: `module:function`, called once per batch with lists.
 
     def reward(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list
 
 - prompts, completions: texts; where a row's prompt is a chat, lists of messages ([{"role": ..., "content": ...}]).
 - completion_ids: token ids. trainer_state.global_step: the step. columns: every column of the data, as lists.
 - log_extra(column, values): one value per completion, kept beside it. log_metric(name, value): a number of this step.
-- It may be async, and need not take what it does not use.
-- It returns one number or None per completion. None, NaN, infinity or an exception: unscored with a reason, never 0.
+- A function may be async, and need not take arguments that it does not use.
+- A function returns one number or None per completion. None, NaN, infinity or an exception: unscored with a reason,
+  never 0.
 """
 
 from __future__ import annotations

@@ -33,9 +33,10 @@ def verifier_hash(parts: Sequence[RewardPart]) -> str:
 
 @functools.cache
 def code_hash() -> str:
-    """Hash of the source of all modules of this package, by their paths."""
+    """Hash of all modules and tables of this package, by their paths."""
     folder = Path(__file__).parent
-    return hash_json({path.relative_to(folder).as_posix(): hash_file(path) for path in sorted(folder.rglob("*.py"))})
+    files = sorted([*folder.rglob("*.py"), *folder.rglob("*.toml")])
+    return hash_json({path.relative_to(folder).as_posix(): hash_file(path) for path in files})
 
 
 def _module_hash(spec: str) -> str | None:

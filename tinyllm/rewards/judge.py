@@ -25,10 +25,10 @@ Pair = tuple[Prompt, Completion]
 class RewardJudge:
     """Implements `tinyllm.seams.Judge` for verifiers and reward functions: each judges a completion exactly once.
 
-    Verifiers of bounded time and functions given as objects run in this process. What has no bound of its own (math,
-    code, JSON Schema, "module:function") runs in worker processes under timeout_s, and what it costs there (a limit, a
-    crash) leaves one completion unscored. A function whose batch ran out of time is called again completion by
-    completion, to find the one that hangs.
+    Verifiers of bounded time and functions given as objects run in this process. Verifiers and functions without a
+    bound of their own (math, code, JSON Schema, "module:function") run in worker processes under timeout_s: a timeout
+    or a crash leaves one completion unscored. A function whose batch ran out of time is called again completion by
+    completion, to find the completion that hangs.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RewardJudge:
                 functions.check_columns(part.judge, part.name, columns)
 
     def _columns(self, pairs: Sequence[Pair], step: int) -> list[Judged]:
-        """What each part says of all completions."""
+        """The verdicts of each part on all completions, and what the part logged."""
         remote = iter(self._remote([part for part in self.parts if part.in_worker], pairs, step))
         return [next(remote) if part.in_worker else self._local(part, pairs, step) for part in self.parts]
 
@@ -88,7 +88,7 @@ class RewardJudge:
         return functions.call(judge, part.name, _batch(pairs, step))
 
     def _remote(self, parts: Sequence[RewardPart], pairs: Sequence[Pair], step: int) -> list[Judged]:
-        """What the parts in worker processes say, all parts at once."""
+        """The same for the parts in worker processes, all at once."""
         if not parts or not pairs:
             return [Judged(()) for _ in parts]
         assert self.pool
@@ -123,7 +123,7 @@ class RewardJudge:
         return VerifyTask(part.judge, message, self.timeout_s, columns, retry=False, pin=number if pinned else None)
 
     def _function_judged(self, result: dict[str, Any], singles: Sequence[VerifyTask]) -> Judged:
-        """The answer to a batch; one that ran out of time (or killed its worker) is called again one by one."""
+        """The result of a batch; after a timeout or a dead worker, each completion is judged by a call of its own."""
         assert self.pool
         if "failed" in result:
             return Judged(tuple(map(_verdict, self.pool.run(singles) if len(singles) > 1 else [result])))
@@ -132,11 +132,11 @@ class RewardJudge:
 
 
 class TaskRows(Protocol):
-    """What make_judge reads of a task's data."""
+    """The part of a task's data that make_judge reads."""
 
     @property
     def train(self) -> Sequence[Prompt]:
-        """Prompts to train on; the columns of the first one are those that reward functions are given."""
+        """Prompts to train on; reward functions are given the columns of the first one."""
         ...
 
     @property

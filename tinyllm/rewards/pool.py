@@ -7,6 +7,7 @@ or kills its worker is tried once more alone, and only then marked; the tasks of
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import selectors
@@ -63,11 +64,11 @@ class _Worker:
 
 
 class VerifierPool:
-    """`workers` processes. Time limits and memory (bytes of private memory of each) are enforced from this process."""
+    """`workers` processes. This process enforces their limits on time and on private memory (bytes of each worker)."""
 
-    def __init__(self, workers: int = 2, memory: int | None = None) -> None:
+    def __init__(self, workers: int) -> None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self.memory = memory or max(4 << 30, total // 2 // workers)
+        self._memory = max(4 << 30, total // 2 // workers)
         self._workers: list[_Worker | None] = [None] * workers
         self._lock = threading.Lock()
         self._closed = False
@@ -176,17 +177,13 @@ class VerifierPool:
         )
         seconds = START_S if worker.preparing else task.timeout_s
         assert worker.process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # the end of the worker is seen where its output is read
             worker.process.stdin.write(pack({**message, "key": task.key, "timeout_s": seconds}))
             worker.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # its end is seen where its output is read
         worker.deadline = time.monotonic() + seconds
 
     def _receive(self, worker: _Worker, tasks: Sequence[VerifyTask]) -> list[tuple[int, dict[str, Any]]]:
-        """Read what a worker wrote; returns [(index of its task, result)] when it finished the task or died over it."""
-        import json
-
+        """Read what a worker wrote; returns [(index of its task, result)] when the worker finished the task or died."""
         assert worker.process.stdout is not None
         chunk = os.read(worker.process.stdout.fileno(), 1 << 16)
         worker.buffer += chunk
@@ -204,7 +201,7 @@ class VerifierPool:
         if not worker.ready:
             worker.ready = True
             if sys.platform == "linux":  # elsewhere only the clock is kept
-                limit = _private_bytes(worker.process.pid) + self.memory
+                limit = _private_bytes(worker.process.pid) + self._memory
                 resource.prlimit(worker.process.pid, resource.RLIMIT_DATA, (limit, limit))
             return []
         assert worker.task is not None
@@ -230,17 +227,12 @@ def _private_bytes(pid: int) -> int:
 def _kill(worker: _Worker) -> int:
     """End a worker and everything it started; returns its exit code."""
     code = worker.process.poll()
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(worker.process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     worker.process.wait()
     for stream in (worker.process.stdin, worker.process.stdout):
-        if stream is not None:
-            try:
-                stream.close()
-            except BrokenPipeError:
-                pass
+        with suppress(BrokenPipeError):
+            stream.close()  # type: ignore[union-attr]  both are pipes
     return worker.process.returncode if code is None else code
 
 

@@ -1,22 +1,20 @@
-"""Self-tests of all rows of a task when they are loaded; in worker processes where the verifier runs in those.
+"""Self-tests of all rows of a task at load, in worker processes for a verifier that runs in worker processes.
 
 Rows that passed are remembered in the user's cache folder until the row, the verifier's settings or its code change.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinyllm.config.sections import RewardConfig
 from tinyllm.model.bundled import cache_folder
 from tinyllm.record.hashing import hash_json
-from tinyllm.rewards.base import Row, Verifier
+from tinyllm.rewards.base import Row, Verifier, row_fault
 from tinyllm.rewards.combine import make_parts
 from tinyllm.rewards.identity import code_hash
 from tinyllm.rewards.pool import VerifierPool, VerifyTask
-from tinyllm.rewards.selftest import row_fault
 
 PROBES = 6
 """Self-tests of a row, at most: the time limit of a row is this many verdicts."""
@@ -79,10 +77,7 @@ class _Passed:
         lines = "".join(f"{hash_json(row)}\n" for row in rows)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                os.write(descriptor, lines.encode())
-            finally:
-                os.close(descriptor)
+            with open(self._file, "ab", buffering=0) as file:  # one write: runs may append at the same time
+                file.write(lines.encode())
         except OSError:
             return

@@ -22,8 +22,7 @@ from typing import Any, BinaryIO
 from tinyllm.errors import TinyLLMError
 from tinyllm.records import Unscored, Verdict
 from tinyllm.rewards import functions
-from tinyllm.rewards.base import Verifier, build, verify
-from tinyllm.rewards.selftest import row_fault
+from tinyllm.rewards.base import Verifier, build, row_fault, verify
 
 HEADER = struct.Struct(">Q")
 SPARE_CPU_S = 60

@@ -1,5 +1,5 @@
-"""Tasks: where prompts and gold answers come from. load() makes the frozen prompts of a run; list_tasks() tells what
-there is."""
+"""Tasks: where prompts and gold answers come from. load() makes the frozen prompts of a run; list_tasks() names
+every task."""
 
 from tinyllm.tasks.load import TaskData, list_tasks, load
 

@@ -28,7 +28,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class ExampleData:
-    """The rows of a run. A row's prompt stands for it in the order; `groups` has what is trained on for it."""
+    """The rows of a run: a prompt for each row, which stands in the run's order, and the groups to train on for it."""
 
     name: str
     train: tuple[Prompt, ...]
@@ -36,7 +36,7 @@ class ExampleData:
     groups: Mapping[str, tuple[Group, ...]]
     """By prompt id: one group for each assistant turn, or a pair."""
     hash: str
-    """Of every row's tokens and which side of the split it is on, in order."""
+    """Hash of every row's tokens and its side of the split, in order."""
     skipped: tuple[str, ...] = ()
 
     def of(self, prompts: Sequence[Prompt]) -> list[Group]:
@@ -105,7 +105,7 @@ def load_examples(config: SFTConfig | DPOConfig, tokenizer: Any) -> ExampleData:
 
 
 def _first_prompt_key(row: Row) -> str:
-    """Of a chat of which every answer is trained on, the first prompt: it must be on one side too."""
+    """Hash of the first prompt of a chat whose every answer is trained on: this prompt must be on one side too."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return prompt_key(row)
@@ -342,5 +342,5 @@ def pairs(group: Group, count: int) -> Iterator[tuple[Rollout, Rollout]]:
         chosen, rejected = ranked[number], ranked[-1 - number]
         if chosen.reward == rejected.reward:
             return
-        if chosen.completion.token_ids != rejected.completion.token_ids:  # a judge that is not of one mind
+        if chosen.completion.token_ids != rejected.completion.token_ids:  # else the judge gave one text two rewards
             yield chosen, rejected

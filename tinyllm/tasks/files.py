@@ -124,7 +124,7 @@ def check_prompt(row: Row, place: str) -> None:
 
 
 def check_text(text: str, place: str, part: str = "its prompt") -> None:
-    """JSON can bring half a surrogate pair, which is no character: no tokenizer and no file takes it."""
+    """Raises DataError for half a surrogate pair, which JSON can hold: no tokenizer and no file takes such a text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

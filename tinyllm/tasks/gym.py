@@ -1,5 +1,5 @@
-"""Tasks from reasoning-gym's generators: data.task = "gym:NAME". Prompts, golds and metadata are its; verdicts are
-ours."""
+"""Tasks from reasoning-gym's generators: data.task = "gym:NAME". reasoning-gym makes prompts, golds and
+metadata; verdicts are by checks of our own."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class TaskData:
     verifier: str | None
     """Spec of the task's own verifier (see rewards.build); None when a reward function must be given."""
     hash: str
-    """Of every row and which side of the split it is on, in order."""
+    """Hash of every row and its side of the split, in order."""
     skipped: tuple[str, ...] = ()
     """Why each unusable row was left out (data.on_bad_row = "skip")."""
 
@@ -159,7 +159,7 @@ def _task(data: DataConfig) -> _Source:
 
 
 def _share(data: DataConfig) -> float:
-    """Of the rows, how many are kept for evaluation; none with a file of them."""
+    """Share of the rows that is kept for evaluation; 0 where a file holds the rows for evaluation."""
     return 0.0 if isinstance(data.held_out, str) else data.held_out
 
 
@@ -205,8 +205,8 @@ def prompt_key(row: Row) -> str:
 def split(
     rows: list[tuple[str, Row]], fraction: float, key: Callable[[Row], str] = prompt_key
 ) -> tuple[list[tuple[str, Row]], list[tuple[str, Row]]]:
-    """By the hash of the prompt: rows with one prompt stay together, and adding rows moves no other row by more than
-    rank."""
+    """(train, held out), by rank of the hash of the prompt: rows with the same prompt stay on one side, and when rows
+    are added, another row changes sides only where its rank passes the limit."""
     if not fraction:
         return rows, []
     keys = sorted({key(row) for _, row in rows})
@@ -224,6 +224,7 @@ def disjoint(
     bad: BadRows,
     key: Callable[[Row], str] = prompt_key,
 ) -> list[tuple[str, Row]]:
+    """The training rows without those whose prompt is held out too, which are bad rows."""
     kept = {key(row): place for place, row in held_out}
     usable = []
     for place, row in train:

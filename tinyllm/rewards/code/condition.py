@@ -25,6 +25,8 @@ _COMPARE: dict[type, Any] = {
     ast.NotEq: operator.ne,
 }
 _CALLS: dict[str, Any] = {"abs": abs, "len": len, "sum": sum, "min": min, "max": max, "sorted": sorted}
+_FORMS = ast.Compare | ast.BoolOp | ast.BinOp | ast.UnaryOp | ast.Name | ast.Constant | ast.Subscript | ast.Call
+_FORMS |= ast.operator | ast.cmpop | ast.boolop | ast.unaryop | ast.expr_context
 MAX_POWER = 64
 MAX_BITS = 100_000
 
@@ -63,20 +65,8 @@ class Condition:
             return False
 
     def _check(self, node: ast.AST) -> None:
-        allowed: tuple[type, ...] = (
-            ast.Compare,
-            ast.BoolOp,
-            ast.BinOp,
-            ast.UnaryOp,
-            ast.Name,
-            ast.Constant,
-            ast.Subscript,
-            ast.Call,
-            ast.operator,
-        )
-        allowed += (ast.cmpop, ast.boolop, ast.unaryop, ast.expr_context)
         for part in ast.walk(node):
-            if not isinstance(part, allowed) or isinstance(part, (ast.In, ast.NotIn, ast.Is, ast.IsNot)):
+            if not isinstance(part, _FORMS) or isinstance(part, (ast.In, ast.NotIn, ast.Is, ast.IsNot)):
                 raise ConditionError(f"{type(part).__name__} is not allowed")
             if isinstance(part, ast.Call) and (
                 not isinstance(part.func, ast.Name) or part.func.id not in _CALLS or part.keywords

@@ -1,4 +1,4 @@
-"""A fresh sandbox for each run of model-written Python. The strongest rung that works here is found by trying it:
+"""A fresh sandbox for each run of model-written Python. The strongest backend that works here is found by trying it:
 
 1. bubblewrap: own mount, process, network, IPC and host-name namespaces; a read-only Python and nothing else of the
    host; a tmpfs of limited size; no capabilities; a filter of system calls (no sockets, no tracing, no new
@@ -75,7 +75,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a run. Nothing here is a verdict."""
+    """What came out of a run. An outcome is no verdict."""
 
     reports: tuple[str, ...]
     """Lines of the private channel, their secret taken off."""
@@ -93,30 +93,30 @@ def run(
     return _run(choose(level), request, stdin, limits or Limits())
 
 
-def _run(rung: Rung, request: dict[str, Any], stdin: bytes, limits: Limits) -> Outcome:
-    alone = rung.level == "landlock"
+def _run(backend: Backend, request: dict[str, Any], stdin: bytes, limits: Limits) -> Outcome:
+    alone = backend.level == "landlock"
     secret = secrets.token_hex(16)
     message = {
         **request,
         "secret": secret,
-        "limits": {"rlimits": limits.rlimits(rung.level), "recursion": 10_000},
-        "uid": 200_000 + next(_UIDS) % 1_000_000 if rung.drops_root else 0,
+        "limits": {"rlimits": limits.rlimits(backend.level), "recursion": 10_000},
+        "uid": 200_000 + next(_UIDS) % 1_000_000 if backend.drops_root else 0,
         "landlock": [*python_files(), *shared_libraries(), "/dev/null"] if alone else [],
         "seccomp": sandbox_seccomp.program(alone=True).hex() if alone else "",
     }
     with LimitGroup(limits.memory_mb << 20, limits.processes + 3) as group:
-        started = _start(rung, group, limits)
+        started = _start(backend, group, limits)
         try:
             return _converse(started, marshal.dumps(message), secret.encode() + b" ", stdin, limits, group)
         finally:
             started.end()
 
 
-# The rungs
+# The backends
 
 
 @dataclass(frozen=True)
-class Rung:
+class Backend:
     """A level that works on this machine."""
 
     level: Level
@@ -130,33 +130,33 @@ class Rung:
 
 
 @functools.cache
-def choose(level: Level | Literal["auto"] = "auto") -> Rung:
-    """The rung to use: the asked one, or the first that passes a trial run. Raises RewardError with the remedy."""
+def choose(level: Level | Literal["auto"] = "auto") -> Backend:
+    """The backend to use: the asked one, or the first that passes a trial run. Raises RewardError with the remedy."""
     if level == "unsafe-no-sandbox":
-        return Rung("unsafe-no-sandbox")
+        return Backend("unsafe-no-sandbox")
     tried = []
-    for rung in _rungs():
-        if level in ("auto", rung.level):
-            problem = _try(rung)
+    for backend in _backends():
+        if level in ("auto", backend.level):
+            problem = _try(backend)
             if not problem:
-                return rung
-            tried.append(f"{rung.level}{' (user namespace)' if rung.user_namespace else ''}: {problem}")
+                return backend
+            tried.append(f"{backend.level}{' (user namespace)' if backend.user_namespace else ''}: {problem}")
     raise RewardError(
         f"no sandbox for model-written code works here ({'; '.join(tried) or 'none installed'}); {INSTALL}"
     )
 
 
-def _rungs() -> list[Rung]:
-    rungs = []
+def _backends() -> list[Backend]:
+    backends = []
     bwrap = bubblewrap()
     if bwrap and sandbox_seccomp.supported():
         version = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False).stdout.strip()
-        rungs = [Rung("bubblewrap", user_namespace, version) for user_namespace in (os.geteuid() != 0, True)]
-    return [*dict.fromkeys(rungs), *([Rung("landlock")] if sandbox_seccomp.supported() else [])]
+        backends = [Backend("bubblewrap", user_namespace, version) for user_namespace in (os.geteuid() != 0, True)]
+    return [*dict.fromkeys(backends), *([Backend("landlock")] if sandbox_seccomp.supported() else [])]
 
 
-def _try(rung: Rung) -> str:
-    """Why a rung does not work; "" when a trial gives its value back and has no sockets and no /etc/passwd."""
+def _try(backend: Backend) -> str:
+    """Why a backend does not work; "" when a trial gives its value back and has no sockets and no /etc/passwd."""
     source = (
         "def trial():\n    import os, _socket\n    try: _socket.socket()\n    except PermissionError: pass\n    "
         "else: return 'socket'\n"
@@ -164,7 +164,7 @@ def _try(rung: Rung) -> str:
     )
     request = {"kind": "calls", "source": source, "entry": "trial", "calls": [[]]}
     try:
-        outcome = _run(rung, request, b"", Limits(cpu_s=10, wall_s=15))
+        outcome = _run(backend, request, b"", Limits(cpu_s=10, wall_s=15))
     except (SandboxError, OSError) as error:
         return str(error)
     return "" if '0 ["shut"]' in outcome.reports else f"the trial gave {outcome.reports}"
@@ -177,12 +177,12 @@ def bubblewrap() -> str | None:
 
 
 def describe(level: Level | Literal["auto"] = "auto") -> dict[str, Any]:
-    """The chosen rung, for the manifest of a run."""
-    rung = choose(level)
+    """The chosen backend, for the manifest of a run."""
+    backend = choose(level)
     return {
-        "level": rung.level,
-        "user_namespace": rung.user_namespace,
-        "version": rung.version,
+        "level": backend.level,
+        "user_namespace": backend.user_namespace,
+        "version": backend.version,
         "cgroup": LimitGroup.kind(),
     }
 
@@ -225,16 +225,16 @@ class _Started:
                 os.close(descriptor)
 
 
-def _start(rung: Rung, group: LimitGroup, limits: Limits) -> _Started:
+def _start(backend: Backend, group: LimitGroup, limits: Limits) -> _Started:
     request_read, request_write = os.pipe()
     channel_read, channel_write = os.pipe()
     filter_read, filter_write = os.pipe()
-    os.write(filter_write, sandbox_seccomp.program() if rung.level == "bubblewrap" else b"")
+    os.write(filter_write, sandbox_seccomp.program() if backend.level == "bubblewrap" else b"")
     os.close(filter_write)
     interpreter = os.path.realpath(sys.executable)
     guest = ["-I", "-S", "-B", "-c", GUEST, str(request_read), str(channel_write)]
-    if rung.level == "bubblewrap":
-        command = [*_bwrap(rung, limits, filter_read), python_files()[interpreter], *guest]
+    if backend.level == "bubblewrap":
+        command = [*_bwrap(backend, limits, filter_read), python_files()[interpreter], *guest]
     else:
         command = [interpreter, *guest]
     join = "".join(f'echo $$ > "{path}"; ' for path in group.join_files)
@@ -259,10 +259,10 @@ def _start(rung: Rung, group: LimitGroup, limits: Limits) -> _Started:
     return _Started(process, request_write, channel_read)
 
 
-def _bwrap(rung: Rung, limits: Limits, filter_fd: int) -> list[str]:
+def _bwrap(backend: Backend, limits: Limits, filter_fd: int) -> list[str]:
     command = [bubblewrap() or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-    if rung.user_namespace:
+    if backend.user_namespace:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     else:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -282,7 +282,7 @@ def _bwrap(rung: Rung, limits: Limits, filter_fd: int) -> list[str]:
     return [*command, "--remount-ro", "/", "--seccomp", str(filter_fd)]
 
 
-# Talking to it
+# Exchange with the guest
 
 
 def _converse(

@@ -76,11 +76,7 @@ class CodeVerifier(Verifier):
         runs = len(row.get("stdio") or [None])
         return runs * (self.wall_s + 1) + sandbox.START_S
 
-    def check(self, row: Row) -> None:
-        self._tests(row)
-
-    @staticmethod
-    def _tests(row: Row) -> Tests:
+    def check(self, row: Row) -> Tests:
         tests = read_tests(row)
         for value in (*tests.inputs, *tests.expected):
             if not _is_plain(value):
@@ -89,7 +85,7 @@ class CodeVerifier(Verifier):
         return tests
 
     def judge(self, row: Row, text: str) -> Verdict:
-        tests = self._tests(row)
+        tests = self.check(row)
         source = find_code(after_think(cut(text), self.think_prefilled), tests.entry)
         if source is None:
             return correct(False, None)
@@ -105,7 +101,7 @@ class CodeVerifier(Verifier):
             return "no code that can be used"
         if tests.kind == "stdio":
             return ""
-        outcome = self._run(_request(tests, source), b"")
+        outcome = self._run(_request(tests, source))
         return f"stopped by its limit of {outcome.stopped}" if outcome.stopped else "; ".join(outcome.reports[1:])[:300]
 
     def probes(self, row: Row) -> list[SelfTest]:
@@ -116,11 +112,8 @@ class CodeVerifier(Verifier):
             found.insert(0, SelfTest("reference solution", f"```python\n{row['solution']}\n```", 1))
         return found
 
-    def _limits(self) -> Limits:
-        return Limits(self.cpu_s, self.wall_s, self.memory_mb)
-
-    def _run(self, request: dict[str, Any], stdin: bytes) -> Outcome:
-        return sandbox.run(request, stdin, self._limits(), self.sandbox)
+    def _run(self, request: dict[str, Any], stdin: bytes = b"") -> Outcome:
+        return sandbox.run(request, stdin, Limits(self.cpu_s, self.wall_s, self.memory_mb), self.sandbox)
 
     def _passes(self, tests: Tests, source: str) -> bool:
         if tests.kind == "stdio":
@@ -128,7 +121,7 @@ class CodeVerifier(Verifier):
                 self._prints(source, given, expected, tests.tolerance)
                 for given, expected in zip(tests.inputs, tests.expected, strict=True)
             )
-        outcome = self._run(_request(tests, source), b"")
+        outcome = self._run(_request(tests, source))
         values = _values(outcome, len(tests.inputs))
         if values is None:
             return False

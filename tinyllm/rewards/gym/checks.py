@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -34,57 +34,24 @@ class BadGold(ValueError):
     """The row cannot be judged; the message says why."""
 
 
-def text_check(gold: str, metadata: Metadata) -> Check:
-    """The gold text, white space at line ends and around aside."""
-    want = _lines(gold)
-    return lambda answer: _lines(answer) == want
+def same_by(reader: Callable[[str], Any], what: str) -> Callable[[str, Metadata], Check]:
+    """A check that `reader` gives the same value of the answer as of the gold. reader: None for what is no `what`."""
 
+    def make(gold: str, metadata: Metadata) -> Check:
+        want = reader(gold)
+        if want is None:
+            raise BadGold(f"gold {gold!r} is no {what}")
+        return lambda answer: reader(answer) == want
 
-def number_check(gold: str, metadata: Metadata) -> Check:
-    """The gold number, in any of our forms."""
-    number = read_number(gold)
-    if number is None:
-        raise BadGold(f"gold {gold!r} is no number")
-    return lambda answer: (found := read_number(answer)) is not None and found.value == number.value
-
-
-def numbers_check(gold: str, metadata: Metadata) -> Check:
-    """The gold list of numbers, in order: [1, '2'] or 1 2 or 1, 2."""
-    want = _numbers(gold)
-    if want is None:
-        raise BadGold(f"gold {gold!r} is no list of numbers")
-    return lambda answer: _numbers(answer) == want
-
-
-def words_check(gold: str, metadata: Metadata) -> Check:
-    """The gold list of words, in order, between commas."""
-    want = [word.strip() for word in gold.split(",")]
-    return lambda answer: [word.strip() for word in answer.strip("[] ").split(",")] == want
-
-
-def grid_check(gold: str, metadata: Metadata) -> Check:
-    """The gold grid: rows of cells, as nested lists or as lines; shape and every cell."""
-    want = _grid(gold)
-    if not want:
-        raise BadGold(f"gold {gold!r} is no grid")
-    return lambda answer: _grid(answer) == want
-
-
-def truth_check(gold: str, metadata: Metadata) -> Check:
-    """True or False, in any case."""
-    if gold.strip().lower() not in ("true", "false"):
-        raise BadGold(f"gold {gold!r} is neither True nor False")
-    return lambda answer: answer.strip().lower() == gold.strip().lower()
+    return make
 
 
 def factors_check(gold: str, metadata: Metadata) -> Check:
     """The prime factors, in any order."""
-    want = _factors(gold)
-    if want is None:
-        raise BadGold(f"gold {gold!r} is no product of whole numbers")
-    if not all(_is_prime(factor) for factor in want):
+    check = same_by(_factors, "product of whole numbers")(gold, metadata)
+    if not all(_is_prime(factor) for factor in _factors(gold) or ()):
         raise BadGold(f"gold {gold!r} has a factor that is not prime")
-    return lambda answer: _factors(answer) == want
+    return check
 
 
 def math_check(gold: str, metadata: Metadata) -> Check:
@@ -92,7 +59,15 @@ def math_check(gold: str, metadata: Metadata) -> Check:
     want = _read(gold)
     if want is None:
         raise BadGold(f"gold {gold!r} does not read as mathematics")
-    return lambda answer: (found := _read(answer)) is not None and _equal(want, found)
+
+    def check(answer: str) -> bool:
+        found = _read(answer)
+        try:
+            return found is not None and same_answer(want, found, CompareRules()) is True
+        except (TooLarge, Undefined):
+            return False
+
+    return check
 
 
 def choice_check(gold: str, metadata: Metadata) -> Check:
@@ -204,10 +179,28 @@ def entailed_check(gold: str, metadata: Metadata) -> Check:
 
 
 def _lines(text: str) -> list[str]:
+    """Lines of a text, with white space made single and taken off their ends."""
     return [" ".join(line.split()) for line in text.strip().split("\n")]
 
 
+def _number(text: str) -> Fraction | int | None:
+    """A number, in any of our forms."""
+    number = read_number(text)
+    return number.value if number else None
+
+
+def _words(text: str) -> list[str]:
+    """Words between commas."""
+    return [word.strip() for word in text.strip("[] ").split(",")]
+
+
+def _truth(text: str) -> str | None:
+    word = text.strip().lower()
+    return word if word in ("true", "false") else None
+
+
 def _numbers(text: str) -> list[Fraction | int] | None:
+    """Numbers in order: [1, '2'] or 1 2 or 1, 2."""
     text = text.strip()
     if len(text) > MAX_CHARS:
         return None
@@ -250,70 +243,42 @@ def _is_prime(number: int) -> bool:
 
 def _read(text: str) -> Tree | None:
     try:
-        tree = read(re.sub(r"\bE\b", "e", text))
+        return read(re.sub(r"\bE\b", "e", text))
     except Unreadable:
         return None
-    return tree
 
 
-def _equal(gold: Tree, answer: Tree) -> bool:
-    try:
-        return same_answer(gold, answer, CompareRules()) is True
-    except (TooLarge, Undefined):
-        return False
-
-
-def _names(text: str) -> Sequence[str]:
-    return tuple(text.split())
-
-
-CHECKS: dict[str, Callable[[str, Metadata], Check]] = {
-    **dict.fromkeys(
-        _names(
-            "ab acre aiw base_conversion bf binary_alternation caesar_cipher circuit_logic color_cube_rotation "
-            "course_schedule "
-            "dice emoji_mystery futoshiki family_relationships fraction_simplification isomorphic_strings "
-            "letter_jumble mahjong_puzzle maze "
-            "needle_haystack ransom_note sentence_reordering spell_backward string_insertion "
-            "string_manipulation string_splitting "
-            "string_synthesis syllogism time_intervals word_sequence_reversal zebra_puzzles"
-        ),
-        text_check,
-    ),
-    **dict.fromkeys(
-        _names(
-            "basic_arithmetic chain_sum coin_flip count_bits count_primes decimal_arithmetic decimal_chain_sum "
-            "gcd gsm_symbolic "
-            "largest_island lcm leg_counting letter_counting number_sequence products rectangle_count rotten_oranges "
-            "simple_equations"
-        ),
-        number_check,
-    ),
-    **dict.fromkeys(_names("number_filtering number_sorting spiral_matrix"), numbers_check),
-    **dict.fromkeys(
-        _names("binary_matrix game_of_life manipulate_matrix mini_sudoku pool_matrix rotate_matrix sudoku"), grid_check
-    ),
-    **dict.fromkeys(_names("complex_arithmetic polynomial_multiplication"), math_check),
-    **dict.fromkeys(_names("intermediate_integration simple_integration"), integral_check),
-    "word_sorting": words_check,
-    "game_of_life_halting": truth_check,
-    "prime_factorization": factors_check,
-    "n_queens": choice_check,
-    "countdown": countdown_check,
-    "puzzle24": puzzle24_check,
-    "rubiks_cube": moves_check,
-    "propositional_logic": entailed_check,
+_BY_CHECK: dict[Callable[[str, Metadata], Check], str] = {
+    same_by(_lines, "text"): """
+        ab acre aiw base_conversion bf binary_alternation caesar_cipher circuit_logic color_cube_rotation
+        course_schedule dice emoji_mystery futoshiki family_relationships fraction_simplification isomorphic_strings
+        letter_jumble mahjong_puzzle maze needle_haystack ransom_note sentence_reordering spell_backward
+        string_insertion string_manipulation string_splitting string_synthesis syllogism time_intervals
+        word_sequence_reversal zebra_puzzles""",
+    same_by(_number, "number"): """
+        basic_arithmetic chain_sum coin_flip count_bits count_primes decimal_arithmetic decimal_chain_sum gcd
+        gsm_symbolic largest_island lcm leg_counting letter_counting number_sequence products rectangle_count
+        rotten_oranges simple_equations""",
+    same_by(_numbers, "list of numbers"): "number_filtering number_sorting spiral_matrix",
+    same_by(_words, "list of words"): "word_sorting",
+    same_by(_grid, "grid"): "binary_matrix game_of_life manipulate_matrix mini_sudoku pool_matrix rotate_matrix sudoku",
+    same_by(_truth, "truth value"): "game_of_life_halting",
+    math_check: "complex_arithmetic polynomial_multiplication",
+    integral_check: "intermediate_integration simple_integration",
+    factors_check: "prime_factorization",
+    choice_check: "n_queens",
+    countdown_check: "countdown",
+    puzzle24_check: "puzzle24",
+    moves_check: "rubiks_cube",
+    entailed_check: "propositional_logic",
 }
+CHECKS = {name: check for check, names in _BY_CHECK.items() for name in names.split()}
 """The closed table: a data set without an entry is refused at load."""
 
 
-def _numbers_of(metadata: Metadata, key: str) -> list[int]:
-    return [int(number) for number in metadata[key]]
-
-
 _SOLVERS: dict[str, Callable[[Metadata], str]] = {
-    "gcd": lambda data: str(math.gcd(*_numbers_of(data, "numbers"))),
-    "lcm": lambda data: str(math.lcm(*_numbers_of(data, "numbers"))),
+    "gcd": lambda data: str(math.gcd(*map(int, data["numbers"]))),
+    "lcm": lambda data: str(math.lcm(*map(int, data["numbers"]))),
     "count_bits": lambda data: str(int(data["number"]).bit_count()),
     "spell_backward": lambda data: str(data["word"])[::-1],
     "word_sequence_reversal": lambda data: ", ".join(reversed(data["words"])),
@@ -349,5 +314,5 @@ def wrong_gold(name: str, gold: str, metadata: Metadata) -> str:
         return ""
 
 
-OPEN_GOLDS = frozenset(_names("countdown puzzle24 propositional_logic n_queens rubiks_cube"))
+OPEN_GOLDS = frozenset("countdown puzzle24 propositional_logic n_queens rubiks_cube".split())
 """Data sets whose answer is checked by its meaning: the row need not have a gold ("none")."""

@@ -52,18 +52,9 @@ def arithmetic(text: str) -> tuple[Fraction, list[int]] | None:
 
 # Propositional logic
 
-_WORDS = {
-    "\u2227": "&",
-    "\u2228": "|",
-    "\u00ac": "!",
-    "\u2192": ">",
-    "\u2194": "=",
-    "~": "!",
-    "&&": "&",
-    "||": "|",
-    "<->": "=",
-    "->": ">",
-}
+_SIGNS = str.maketrans("\u2227\u2228\u00ac\u2192\u2194~", "&|!>=!")
+_WORDS = {"<->": "=", "->": ">", "&&": "&", "||": "|"}
+"""Other ways to write the signs; a longer one comes first."""
 Formula = tuple[Any, ...]
 
 
@@ -71,9 +62,9 @@ class FormulaReader:
     """Recursive descent over ! & | > = and brackets, loosest last."""
 
     def __init__(self, text: str) -> None:
-        for word, sign in sorted(_WORDS.items(), key=lambda pair: -len(pair[0])):
+        for word, sign in _WORDS.items():
             text = text.replace(word, sign)
-        self.text = "".join(text.split())
+        self.text = "".join(text.translate(_SIGNS).split())
         self.at = 0
         self.depth = 0
 
@@ -119,12 +110,14 @@ class FormulaReader:
 
 
 def letters(formula: Formula) -> set[str]:
+    """The variables of a formula."""
     if len(formula) == 1:
         return {formula[0]}
     return set().union(*(letters(part) for part in formula[1:]))
 
 
 def truth(formula: Formula, row: Mapping[str, bool]) -> bool:
+    """Whether a formula is true where its variables have these values."""
     if len(formula) == 1:
         return row.get(formula[0], False)
     if formula[0] == "!":

@@ -25,30 +25,7 @@ class GymVerifier(Verifier):
     in_process: ClassVar[bool] = False
     region: Region = Region()
 
-    def check(self, row: Row) -> None:
-        self._check(row)
-
-    def judge(self, row: Row, text: str) -> Verdict:
-        check = self._check(row)
-        found, _ = self.region.find(text)
-        return correct(found is not None and check(found.strip()), found)
-
-    def explain(self, row: Row, text: str) -> str:
-        return self.region.find(text)[1]
-
-    def probes(self, row: Row) -> list[SelfTest]:
-        wrong = SelfTest("another value", self.region.write("banana 3 of them"), 0)
-        return [wrong] if self._is_open(row) else [SelfTest("gold", self.region.write(str(row["answer"])), 1), wrong]
-
-    @staticmethod
-    def _is_open(row: Row) -> bool:
-        return row.get("dataset") in OPEN_GOLDS and str(row.get("answer")).strip().lower() in (
-            "none",
-            "",
-            "see metadata",
-        )
-
-    def _check(self, row: Row) -> Check:
+    def check(self, row: Row) -> Check:
         name = row.get("dataset")
         if name not in CHECKS:
             raise DataError(
@@ -69,6 +46,26 @@ class GymVerifier(Verifier):
             raise DataError(f"a {name} row cannot be judged: {error}") from None
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise DataError(f"a {name} row has metadata that do not read: {error}") from None
+
+    def judge(self, row: Row, text: str) -> Verdict:
+        check = self.check(row)
+        found, _ = self.region.find(text)
+        return correct(found is not None and check(found.strip()), found)
+
+    def explain(self, row: Row, text: str) -> str:
+        return self.region.find(text)[1]
+
+    def probes(self, row: Row) -> list[SelfTest]:
+        wrong = SelfTest("another value", self.region.write("banana 3 of them"), 0)
+        return [wrong] if self._is_open(row) else [SelfTest("gold", self.region.write(str(row["answer"])), 1), wrong]
+
+    @staticmethod
+    def _is_open(row: Row) -> bool:
+        return row.get("dataset") in OPEN_GOLDS and str(row.get("answer")).strip().lower() in (
+            "none",
+            "",
+            "see metadata",
+        )
 
 
 def _metadata(row: Row) -> Mapping[str, Any]:

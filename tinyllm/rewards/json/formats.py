@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import calendar
+import datetime
 import ipaddress
 import re
 import warnings
 from collections.abc import Callable
 
-_DATE = re.compile(r"([0-9]{4})-([0-9]{2})-([0-9]{2})")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _TIME = re.compile(r"([0-9]{2}):([0-9]{2}):([0-9]{2})(?:\.[0-9]+)?(?:[zZ]|[+-]([0-9]{2}):([0-9]{2}))")
 _DURATION = re.compile(
     r"P(?:[0-9]+W|(?=[0-9T])(?:[0-9]+Y)?(?:[0-9]+M)?(?:[0-9]+D)?(?:T(?=[0-9])(?:[0-9]+H)?(?:[0-9]+M)?(?:[0-9]+S)?)?)"
@@ -21,13 +21,18 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)*")
 
 
+def _is_read(reader: Callable[[str], object], text: str) -> bool:
+    """Whether a reader of the standard library takes the text."""
+    try:
+        reader(text)
+    except (ValueError, re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
 def date(text: str) -> bool:
     """RFC 3339 full-date."""
-    match = _DATE.fullmatch(text)
-    if not match:
-        return False
-    year, month, day = map(int, match.groups())
-    return year > 0 and 1 <= month <= 12 and 1 <= day <= calendar.monthrange(year, month)[1]
+    return _DATE.fullmatch(text) is not None and _is_read(datetime.date.fromisoformat, text)
 
 
 def time(text: str) -> bool:
@@ -66,19 +71,12 @@ def email(text: str) -> bool:
 
 def ipv4(text: str) -> bool:
     """IPv4 address as a dotted quad."""
-    try:
-        return text.isascii() and bool(ipaddress.IPv4Address(text))
-    except ValueError:
-        return False
+    return text.isascii() and _is_read(ipaddress.IPv4Address, text)
 
 
 def ipv6(text: str) -> bool:
     """RFC 4291 IPv6 address, without a zone."""
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return text.isascii() and "%" not in text
+    return text.isascii() and "%" not in text and _is_read(ipaddress.IPv6Address, text)
 
 
 def uri(text: str) -> bool:
@@ -93,12 +91,8 @@ def uri_reference(text: str) -> bool:
 
 def regex(text: str) -> bool:
     """A pattern that Python can compile."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of constructs that may change their meaning
-            re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True
+    with warnings.catch_warnings(action="ignore"):  # of constructs that may change their meaning
+        return _is_read(re.compile, text)
 
 
 FORMATS: dict[str, Callable[[str], bool]] = {

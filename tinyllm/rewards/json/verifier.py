@@ -42,49 +42,20 @@ MAX_FRAMES = 15_000
 """Recursion limit while jsonschema validates: it takes some frames a level, also under a schema of itself."""
 _BLANK = " \t\r\n"
 """White space of JSON."""
-_ONE: tuple[str, ...] = (
-    "additionalProperties",
-    "additionalItems",
-    "contains",
-    "not",
-    "if",
-    "then",
-    "else",
-    "propertyNames",
+_ONE = frozenset(
+    "additionalProperties additionalItems contains not if then else propertyNames unevaluatedItems "
+    "unevaluatedProperties items".split()
 )
-_ONE += ("unevaluatedItems", "unevaluatedProperties", "items")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-_NOTES: tuple[str, ...] = (
-    "$schema",
-    "$id",
-    "$anchor",
-    "$defs",
-    "definitions",
-    "$comment",
-    "title",
-    "description",
-    "default",
-    "examples",
+"""Keywords whose value is a schema; _LISTS: a list of schemas; _MAPS: schemas by name."""
+_LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
+_MAPS = frozenset("properties patternProperties $defs definitions dependentSchemas dependencies".split())
+_NOTES = frozenset(
+    "$schema $id $anchor $defs definitions $comment title description default examples deprecated readOnly writeOnly "
+    "then else minContains maxContains id".split()
 )
-_NOTES += ("deprecated", "readOnly", "writeOnly", "then", "else", "minContains", "maxContains", "id")
+"""Known keywords that the library has no check of its own for."""
 _BOUNDS = [("minimum", "maximum"), *((f"min{what}", f"max{what}") for what in ("Length", "Items", "Properties"))]
-_ANYTHING: tuple[Any, ...] = (
-    None,
-    True,
-    0,
-    1.5,
-    0.1234567,
-    -(10**30),
-    10**30,
-    "",
-    "x" * 10_000,
-    [],
-    [1, 1],
-    ["x"],
-    {},
-    {"x": 1},
-)
+_ANYTHING = [None, True, 0, 1.5, 0.1234567, -(10**30), 10**30, "", "x" * 10_000, [], [1, 1], ["x"], {}, {"x": 1}]
 """Documents of every type: a schema that all of them satisfy tests nothing."""
 
 
@@ -120,11 +91,15 @@ class JsonVerifier(Verifier):
             if not low <= getattr(self, name) <= high:
                 raise RewardError(f"json.{name} = {getattr(self, name)}; give {low} to {high}")
 
-    def check(self, row: Row) -> None:
-        self._validator(row)
+    def check(self, row: Row) -> Any:
+        """The validator of the row's schema."""
+        schema = row.get(self.schema)
+        if schema is None:
+            raise DataError(f"the row has no column {self.schema!r} with a JSON Schema; columns are {', '.join(row)}")
+        return _compiled(schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True))
 
     def judge(self, row: Row, text: str) -> Verdict:
-        validator = self._validator(row)
+        validator = self.check(row)
         document, why = self._document(text)
         with _deep():
             return correct(not why and validator.is_valid(document), text.strip())
@@ -132,7 +107,7 @@ class JsonVerifier(Verifier):
     def explain(self, row: Row, text: str) -> str:
         document, why = self._document(text)
         with _deep():
-            fault = None if why else next(self._validator(row).iter_errors(document), None)
+            fault = None if why else next(self.check(row).iter_errors(document), None)
         return why or (f"{fault.json_path}: {fault.message[:200]}" if fault else "")
 
     def probes(self, row: Row) -> list[SelfTest]:
@@ -160,12 +135,6 @@ class JsonVerifier(Verifier):
             except NotJson as error:
                 why = str(error)
         return None, why
-
-    def _validator(self, row: Row) -> Any:
-        schema = row.get(self.schema)
-        if schema is None:
-            raise DataError(f"the row has no column {self.schema!r} with a JSON Schema; columns are {', '.join(row)}")
-        return _compiled(schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True))
 
 
 @lru_cache(maxsize=1024)

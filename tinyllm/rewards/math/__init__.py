@@ -3,5 +3,5 @@
 verifier    the family, its settings, and when math-verify is asked
 tokens, reader    text -> tree
 compare     equality of whole answers, by kind
-value, points    equality of expressions: exact, or at fixed points
+value       equality of expressions: exact, or at fixed points
 """

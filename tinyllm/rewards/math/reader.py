@@ -18,7 +18,10 @@ text, unit, base, seq (bracketed), list, rel, union, ratio, matrix.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -33,6 +36,11 @@ MAX_NODES = 2_000
 
 WORDS = frozenset("yes no odd even none all true false one two on off".split())
 """Short words that are text when they are the whole answer; longer words are text anyway."""
+QUALIFIERS = frozenset(
+    "for any all every each some where with is are a an constant constants real integer arbitrary number numbers value "
+    "values".split()
+)
+"""Words that may stand after an answer, with symbols: "for any real c"."""
 _GROUPED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
 
 
@@ -68,22 +76,18 @@ class _Parser:
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = [token for token in tokens if token[0] != "sp"]
-        self.spaced = self._spaced(tokens)
+        self.spaced: set[int] = set()
+        """Indices, among the tokens without spaces, of those that have white space before them."""
+        count = 0
+        for before, token in itertools.pairwise([("", ""), *tokens]):
+            if token[0] != "sp":
+                if before[0] == "sp":
+                    self.spaced.add(count)
+                count += 1
         self.at = 0
         self.depth = 0
         self.nodes = 0
         self.bars = 0
-
-    @staticmethod
-    def _spaced(tokens: list[Token]) -> set[int]:
-        """Indices (without spaces) of tokens that have white space before them."""
-        found, index = set(), 0
-        for position, token in enumerate(tokens):
-            if token[0] != "sp":
-                if position and tokens[position - 1][0] == "sp":
-                    found.add(index)
-                index += 1
-        return found
 
     # tools
 
@@ -94,10 +98,23 @@ class _Parser:
         kind, text = self.peek()
         return kind == "op" and text in ops
 
-    def take(self, op: str) -> None:
-        if not self.is_op(op):
-            raise Unreadable(f"{op!r} is missing")
+    def accept(self, *ops: str) -> str:
+        """The operator that comes next, taken, where it is one of these; else ""."""
+        if not self.is_op(*ops):
+            return ""
         self.at += 1
+        return self.tokens[self.at - 1][1]
+
+    def take(self, op: str) -> None:
+        if not self.accept(op):
+            raise Unreadable(f"{op!r} is missing")
+
+    def separated(self, read: Callable[[], Tree], *ops: str) -> list[Tree]:
+        """One or more parts with one of these operators between them."""
+        parts = [read()]
+        while self.accept(*ops):
+            parts.append(read())
+        return parts
 
     def node(self, *tree: Any) -> Tree:
         self.nodes += 1
@@ -147,10 +164,8 @@ class _Parser:
                     return self.node("sym", choice[1])
                 return self.node("text", words)
         sides: list[Any] = [self.side()]
-        while self.is_op("=", "<", "<=", ">", ">=", "!=", "in"):
-            sides.append(self.peek()[1])
-            self.at += 1
-            sides.append(self.side())
+        while sign := self.accept("=", "<", "<=", ">", ">=", "!=", "in"):
+            sides += [sign, self.side()]
         self._qualifier()
         if len(sides) == 1:
             return sides[0]
@@ -165,71 +180,41 @@ class _Parser:
         kind, text = self.peek()
         if kind != "text" or not re.match(r"\s*(?:for|where|with)\b", text):
             return
-        allowed = set(
-            "for any all every each some where with is are a an constant constants real integer arbitrary "
-            "number".split()
-        )
         for kind, text in self.tokens[self.at :]:
-            if kind == "text" and set(text.lower().replace(",", " ").split()) - allowed <= {
-                "numbers",
-                "value",
-                "values",
-            }:
-                continue
-            if (
-                (kind == "word" and len(text) == 1)
-                or (kind == "cmd" and text in GREEK)
-                or (kind, text) in (("op", ","), ("op", "in"))
-            ):
-                continue
-            raise Unreadable(f"{text!r} after the answer")
+            words = set(text.lower().replace(",", " ").split())
+            symbol = (kind == "word" and len(text) == 1) or (kind == "cmd" and text in GREEK)
+            fits = words <= QUALIFIERS if kind == "text" else symbol or (kind, text) in (("op", ","), ("op", "in"))
+            if not fits:
+                raise Unreadable(f"{text!r} after the answer")
         self.at = len(self.tokens)
 
     def side(self) -> Tree:
         tree = self.sum()
-        if self.is_op(":"):
-            parts = [tree]
-            while self.is_op(":"):
-                self.at += 1
-                parts.append(self.sum())
-            return self.node("ratio", *parts)
-        if self.is_op("cup"):
-            parts = [tree]
-            while self.is_op("cup"):
-                self.at += 1
-                parts.append(self.sum())
-            return self.node("union", *parts)
+        for op, kind in ((":", "ratio"), ("cup", "union")):
+            if self.accept(op):
+                return self.node(kind, tree, *self.separated(self.sum, op))
         return tree
 
     def sum(self) -> Tree:
         self.deeper()
-        sign = ""
-        if self.is_op("+", "-", "+-", "-+"):
-            sign = self.peek()[1]
-            self.at += 1
-        tree = self.term()
-        if sign and sign != "+":
-            tree = self.node({"-": "neg", "+-": "pm", "-+": "mp"}[sign], tree)
-        parts = [tree]
-        while self.is_op("+", "-", "+-", "-+"):
-            sign = self.peek()[1]
-            self.at += 1
-            term = self.term()
-            parts.append(term if sign == "+" else self.node({"-": "neg", "+-": "pm", "-+": "mp"}[sign], term))
+        sign = self.accept("+", "-", "+-", "-+")
+        parts = [self._with_sign(sign, self.term())]
+        while sign := self.accept("+", "-", "+-", "-+"):
+            parts.append(self._with_sign(sign, self.term()))
         self.depth -= 1
         return parts[0] if len(parts) == 1 else self.node("add", *parts)
+
+    def _with_sign(self, sign: str, term: Tree) -> Tree:
+        return term if sign in ("", "+") else self.node({"-": "neg", "+-": "pm", "-+": "mp"}[sign], term)
 
     def term(self) -> Tree:
         tree = self.factor()
         for _ in range(MAX_CHAIN):
-            if self.is_op("*"):
-                self.at += 1
+            if self.accept("*"):
                 tree = self.node("mul", tree, self._signed())
-            elif self.is_op("/"):
-                self.at += 1
+            elif self.accept("/"):
                 below = self._signed()
-                whole = tree[0] == "mixed"
-                tree = self._mixed(tree, below) if whole else self.node("div", tree, below)
+                tree = self._mixed(tree, below) if tree[0] == "mixed" else self.node("div", tree, below)
             elif self._starts_factor():
                 tree = self._juxtaposed(tree)
             else:
@@ -239,10 +224,7 @@ class _Parser:
         raise Unreadable(f"more than {MAX_CHAIN} factors")
 
     def _signed(self) -> Tree:
-        if self.is_op("-"):
-            self.at += 1
-            return self.node("neg", self.factor())
-        return self.factor()
+        return self._with_sign(self.accept("-"), self.factor())
 
     def _juxtaposed(self, tree: Tree) -> Tree:
         """A product without a sign; after an integer, a fraction makes a mixed number (3 1/2, 3\\frac{1}{2})."""
@@ -281,26 +263,15 @@ class _Parser:
     def factor(self) -> Tree:
         tree = self.atom()
         for _ in range(MAX_CHAIN):
-            if self.is_op("^"):
-                self.at += 1
-                if self.is_op("{") and self.peek(1) == ("op", "degree") and self.peek(2) == ("op", "}"):
-                    self.at += 3
-                    tree = self.node("unit", tree, "\u00b0")
-                elif self.is_op("degree"):
-                    self.at += 1
-                    tree = self.node("unit", tree, "\u00b0")
-                else:
-                    tree = self.node("pow", tree, self._exponent())
-            elif self.is_op("!"):
-                self.at += 1
+            if self._degree():
+                tree = self.node("unit", tree, "\u00b0")
+            elif self.accept("^"):
+                tree = self.node("pow", tree, self._exponent())
+            elif self.accept("!"):
                 if self.is_op("!"):
                     raise Unreadable("a double factorial")
                 tree = self.node("fact", tree)
-            elif self.is_op("degree"):
-                self.at += 1
-                tree = self.node("unit", tree, "\u00b0")
-            elif self.is_op("%"):
-                self.at += 1
+            elif self.accept("%"):
                 if self._starts_factor() or self.peek()[0] == "text":
                     raise Unreadable("something stands after a percent sign")
                 tree = self.node("unit", tree, "%")
@@ -311,6 +282,14 @@ class _Parser:
             else:
                 return tree
         raise Unreadable(f"more than {MAX_CHAIN} signs after one atom")
+
+    def _degree(self) -> bool:
+        """Take a sign of degrees, if one comes next: \u00b0, ^\\circ or ^{\\circ}."""
+        for form in (["degree"], ["^", "degree"], ["^", "{", "degree", "}"]):
+            if [self.peek(ahead) for ahead in range(len(form))] == [("op", op) for op in form]:
+                self.at += len(form)
+                return True
+        return False
 
     @staticmethod
     def _is_unit(text: str) -> bool:
@@ -332,20 +311,12 @@ class _Parser:
         if self.is_op("{"):
             return self.group()
         self.deeper()
-        negative = self.is_op("-")
-        if self.is_op("-", "+"):
-            self.at += 1
-        tree = self._script()
-        self.depth -= 1
-        return self.node("neg", tree) if negative else tree
-
-    def _script(self) -> Tree:
-        """One token as TeX takes it (x^23 is x^2 times 3), a whole number in plain text (2^10)."""
+        sign = self.accept("-", "+")
         tree = self.atom()
-        if self.is_op("^"):  # 2^3^4 groups to the right
-            self.at += 1
+        if self.accept("^"):  # 2^3^4 groups to the right
             tree = self.node("pow", tree, self._exponent())
-        return tree
+        self.depth -= 1
+        return self._with_sign(sign, tree)
 
     def group(self) -> Tree:
         """A sum in braces."""
@@ -413,13 +384,12 @@ class _Parser:
     def _base(self, text: str) -> Tree:
         digits, _, base = text.partition("_")
         radix = int(base.strip("{}"))
-        values = [int(digit, 16) for digit in digits]
-        if not 2 <= radix <= 16 or max(values) >= radix or len(values) > 200:
-            raise Unreadable(f"{text!r} is not a number in that base")
-        value = 0
-        for digit in values:
-            value = value * radix + digit
-        return self.node("base", Fraction(value), radix)
+        try:
+            if not 2 <= radix <= 16 or len(digits) > 200:
+                raise ValueError
+            return self.node("base", Fraction(int(digits, radix)), radix)
+        except ValueError:
+            raise Unreadable(f"{text!r} is not a number in that base") from None
 
     def _word(self, word: str) -> Tree:
         if word in FUNCTIONS:
@@ -429,33 +399,12 @@ class _Parser:
         if len(word) > 3:
             raise Unreadable(f"{word!r} is a word, not mathematics")
         letters = [self._symbol(letter, last=index == len(word) - 1) for index, letter in enumerate(word)]
-        tree = letters[0]
-        for letter in letters[1:]:
-            tree = self.node("mul", tree, letter)
-        return tree
+        return functools.reduce(lambda left, right: self.node("mul", left, right), letters)
 
     def _symbol(self, name: str, last: bool = True) -> Tree:
-        if last and self.is_op("_"):
-            self.at += 1
-            if self.is_op("{"):
-                self.at += 1
-                parts = []
-                while not self.is_op("}"):
-                    kind, text = self.peek()
-                    if kind not in ("num", "word", "text") and text not in (",", "+", "-"):
-                        raise Unreadable("a subscript that is no name")
-                    parts.append(text)
-                    self.at += 1
-                self.at += 1
-                sub = "".join(parts)
-            else:
-                kind, sub = self.peek()
-                if kind not in ("num", "word") or (kind == "word" and len(sub) > 1):
-                    raise Unreadable("a subscript that is no name")
-                self.at += 1
-            name = f"{name}_{sub}"
-        while last and self.is_op("'"):
-            self.at += 1
+        if last and self.accept("_"):
+            name = f"{name}_{self._subscript()}"
+        while last and self.accept("'"):
             name += "'"
         if name in ("e", "i"):
             return self.node("const", name)
@@ -464,24 +413,28 @@ class _Parser:
             self.at += 3
         return self.node("sym", name)
 
+    def _subscript(self) -> str:
+        if not self.accept("{"):
+            kind, sub = self.peek()
+            if kind != "num" and (kind != "word" or len(sub) > 1):
+                raise Unreadable("a subscript that is no name")
+            self.at += 1
+            return sub
+        sub = ""
+        while not self.accept("}"):
+            kind, text = self.peek()
+            if kind not in ("num", "word", "text") and text not in (",", "+", "-"):
+                raise Unreadable("a subscript that is no name")
+            sub += text
+            self.at += 1
+        return sub
+
     def _command(self, name: str) -> Tree:
-        if name in ("frac", "dfrac", "tfrac", "cfrac"):
+        if name in ("frac", "dfrac", "tfrac", "cfrac", "binom", "dbinom", "tbinom"):
             above = self._digit_or_argument()
-            return self.node("div", above, self._digit_or_argument())
-        if name in ("binom", "dbinom", "tbinom"):
-            above = self._digit_or_argument()
-            return self.node("binom", above, self._digit_or_argument())
+            return self.node("div" if "frac" in name else "binom", above, self._digit_or_argument())
         if name == "sqrt":
-            index: Tree = ("num", Fraction(2))
-            if self.is_op("["):
-                self.at += 1
-                index = self.sum()
-                self.take("]")
-            inside = self.argument()
-            odd = index[0] == "num" and index[1].denominator == 1 and index[1] % 2 == 1
-            negative = odd and inside[0] == "neg"  # the cube root of -8 is -2; (-8)^{1/3} is a complex number
-            root = self.node("pow", inside[1] if negative else inside, self.node("div", ("num", Fraction(1)), index))
-            return self.node("neg", root) if negative else root
+            return self._root()
         if name in ("boxed", "fbox"):
             return self.group()
         if name in FUNCTIONS:
@@ -491,9 +444,8 @@ class _Parser:
         if name in ("emptyset", "varnothing"):
             return self.node("seq", "\\{", "\\}")
         if name == "mathbb":
-            braced = self.is_op("{")
-            self.at += braced
-            kind, text = self.peek()
+            braced = self.accept("{")
+            text = self.peek()[1]
             self.at += 1
             if braced:
                 self.take("}")
@@ -504,6 +456,17 @@ class _Parser:
         if name in GREEK:
             return self._symbol("\\" + name)
         raise Unreadable(f"\\{name} is not part of the grammar")
+
+    def _root(self) -> Tree:
+        index: Tree = ("num", Fraction(2))
+        if self.accept("["):
+            index = self.sum()
+            self.take("]")
+        inside = self.argument()
+        odd = index[0] == "num" and index[1].denominator == 1 and index[1] % 2 == 1
+        negative = odd and inside[0] == "neg"  # the cube root of -8 is -2; (-8)^{1/3} is a complex number
+        root = self.node("pow", inside[1] if negative else inside, self.node("div", ("num", Fraction(1)), index))
+        return self.node("neg", root) if negative else root
 
     def _digit_or_argument(self) -> Tree:
         """TeX takes one digit: \\frac12 is 1/2, and \\frac123 would be 1/2 and then 3."""
@@ -519,9 +482,7 @@ class _Parser:
     def _function(self, name: str) -> Tree:
         power: Tree | None = None
         base: Tree | None = None
-        while self.is_op("^", "_"):
-            op = self.peek()[1]
-            self.at += 1
+        while op := self.accept("^", "_"):
             script = self._exponent()
             power, base = (script, base) if op == "^" else (power, script)
         if base is not None and name != "log":
@@ -533,8 +494,10 @@ class _Parser:
         return tree if power is None else self.node("pow", tree, power)
 
     def _arguments(self, name: str) -> list[Tree]:
-        if self.is_op("("):
-            return list(self._bracketed_arguments())
+        if self.accept("("):
+            arguments = self.separated(self.sum, ",")
+            self.take(")")
+            return arguments
         if self.is_op("{"):
             return [self.group()]
         if name in ("gcd", "lcm", "max", "min"):
@@ -545,15 +508,6 @@ class _Parser:
             tree = self.node("mul", tree, self.factor())
         self.depth -= 1
         return [tree]
-
-    def _bracketed_arguments(self) -> list[Tree]:
-        self.take("(")
-        parts = [self.sum()]
-        while self.is_op(","):
-            self.at += 1
-            parts.append(self.sum())
-        self.take(")")
-        return parts
 
     def _text(self, text: str) -> Tree:
         words = text.strip()
@@ -570,18 +524,13 @@ class _Parser:
         closing = {"(": (")", "]"), "[": ("]", ")"), "\\{": ("\\}",)}[opening]
         bars, self.bars = self.bars, 0
         self.deeper()
-        if opening == "\\{" and self.is_op("\\}"):
-            self.at += 1
+        if opening == "\\{" and self.accept("\\}"):
             self.depth -= 1
             return self.node("seq", "\\{", "\\}")
-        parts = [self.item()]
-        while self.is_op(",", ";"):
-            self.at += 1
-            parts.append(self.item())
-        if not self.is_op(*closing):
+        parts = self.separated(self.item, ",", ";")
+        end = self.accept(*closing)
+        if not end:
             raise Unreadable(f"{opening!r} is not closed")
-        end = self.peek()[1]
-        self.at += 1
         self.depth -= 1
         self.bars = bars
         if len(parts) == 1 and opening in "([" and (opening, end) in (("(", ")"), ("[", "]")) and parts[0][0] != "rel":
@@ -596,18 +545,14 @@ class _Parser:
             while not self.is_op("}") and self.peek()[0] != "end of text":
                 self.at += 1
             self.take("}")
-        rows: list[list[Tree]] = [[self.sum()]]
+        rows = [self.separated(self.sum, "&")]
         while self.peek()[0] != "end":
-            if self.is_op("&"):
-                self.at += 1
-                rows[-1].append(self.sum())
-            elif self.is_op("row"):
-                self.at += 1
+            if self.accept("row"):
                 if self.is_op("[") and self.peek(1)[0] == "num" and self.peek(2) in (("word", "pt"), ("word", "em")):
                     self.at += 3  # space between rows
                     self.take("]")
                 if self.peek()[0] != "end":
-                    rows.append([self.sum()])
+                    rows.append(self.separated(self.sum, "&"))
             else:
                 raise Unreadable("a matrix is not closed")
         if self.peek()[1] != name or len({len(row) for row in rows}) != 1:

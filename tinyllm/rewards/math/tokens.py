@@ -1,97 +1,21 @@
-"""Tokens of mathematical answers, LaTeX and plain, and the closed tables of what may stand in one."""
+"""Tokens of mathematical answers, LaTeX and plain, by the closed tables of symbols.toml."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from fractions import Fraction
+from pathlib import Path
 
-from tinyllm.rewards.text.numbers import MAX_EXPONENT, digits_to_int
+from tinyllm.rewards.text.numbers import decimal_value, digits_to_int
 
 MAX_CHARS = 4_000
 
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp sqrt abs floor ceil gcd lcm max min".split()
-)
-GREEK = frozenset(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
-    "phi varphi "
-    "chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell".split()
-)
-SKIPPED = frozenset(
-    "left right big Big bigg Bigg bigl bigr Bigl Bigr , ; : ! quad qquad displaystyle textstyle limits nolimits "
-    "medspace "
-    "thinspace".split()
-) | set(" \n()[]")
-TEXTS = frozenset("text mathrm textbf textrm textit mbox mathbf mathit operatorname textnormal mathsf".split())
-OPERATORS = {
-    "cdot": "*",
-    "times": "*",
-    "ast": "*",
-    "div": "/",
-    "pm": "+-",
-    "mp": "-+",
-    "le": "<=",
-    "leq": "<=",
-    "leqslant": "<=",
-    "ge": ">=",
-    "geq": ">=",
-    "geqslant": ">=",
-    "lt": "<",
-    "gt": ">",
-    "ne": "!=",
-    "neq": "!=",
-    "cup": "cup",
-    "in": "in",
-    "lor": "or",
-    "land": "and",
-    "lfloor": "lfloor",
-    "rfloor": "rfloor",
-    "lceil": "lceil",
-    "rceil": "rceil",
-    "vert": "|",
-    "lvert": "|",
-    "rvert": "|",
-    "mid": "|",
-    "circ": "degree",
-    "degree": "degree",
-    "colon": ":",
-    "{": "\\{",
-    "}": "\\}",
-    "%": "%",
-    "$": "$",
-    "lbrace": "\\{",
-    "rbrace": "\\}",
-    "lparen": "(",
-    "rparen": ")",
-    "lbrack": "[",
-    "rbrack": "]",
-    "prime": "'",
-}
-UNICODE = {
-    "\u2212": "-",
-    "\u00d7": "*",
-    "\u22c5": "*",
-    "\u00b7": "*",
-    "\u00f7": "/",
-    "\u00b1": "+-",
-    "\u2264": "<=",
-    "\u2265": ">=",
-    "\u2260": "!=",
-    "\u222a": "\\cup",
-    "\u2208": "\\in",
-    "\u00b0": "\\degree",
-    "\u221e": "\\infty",
-    "\u03c0": "\\pi",
-    "\u221a": "\\sqrt",
-    "\u2044": "/",
-    "\u03b1": "\\alpha",
-    "\u03b2": "\\beta",
-    "\u03b3": "\\gamma",
-    "\u03b8": "\\theta",
-    "\u03bb": "\\lambda",
-    "\u03c6": "\\phi",
-    "\u03c9": "\\omega",
-}
+_TABLES = tomllib.loads((Path(__file__).parent / "symbols.toml").read_text(encoding="utf-8"))
+FUNCTIONS, GREEK, TEXTS = (frozenset(_TABLES[name].split()) for name in ("functions", "greek", "texts"))
+SKIPPED = frozenset(_TABLES["skipped"].split()) | {" ", "\n"}
+OPERATORS = {command: sign for sign, commands in _TABLES["operators"].items() for command in commands.split()}
+UNICODE = {char: plain for plain, chars in _TABLES["characters"].items() for char in chars.split()}
 _TOKEN = re.compile(
     r"(?P<base>[0-9][0-9A-Fa-f]*_(?:\{[0-9]{1,2}\}|[0-9]))(?![0-9])"
     r"|(?P<repeat>[0-9]*\.[0-9]*\\(?:overline|bar)\{[0-9]+\})"
@@ -174,10 +98,7 @@ def number(text: str) -> Fraction:
         start = Fraction(digits_to_int(plain.replace(".", "") or "0"), 10**places)
         return start + Fraction(digits_to_int(digits), (10 ** len(digits) - 1) * 10**places)
     mantissa, _, exponent = text.lower().partition("e")
-    whole, _, part = mantissa.partition(".")
-    digits = exponent.lstrip("+-").lstrip("0") or "0"
-    if len(digits) > 4 or int(digits) > MAX_EXPONENT:
+    value = decimal_value(mantissa, exponent)
+    if value is None:
         raise Unreadable("the exponent is too large")
-    shift = (-int(digits) if exponent.startswith("-") else int(digits)) - len(part)
-    value = digits_to_int(whole + part)
-    return Fraction(value * 10**shift) if shift >= 0 else Fraction(value, 10**-shift)
+    return value

@@ -9,14 +9,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import mpmath
 
-from tinyllm.rewards.math.points import POINTS, point
 from tinyllm.rewards.math.reader import Tree
 
 MAX_BITS = 200_000
@@ -27,6 +28,8 @@ MAX_MAGNITUDE = 1_000_000
 MAX_ARGUMENT = 10**400
 """Largest argument of a function: reducing an angle costs its digits."""
 DIGITS = (100, 500)
+POINTS = 7
+"""Of an identity test: four positive, two negative, one complex."""
 SPAN = "span"
 """Key of a point under which `samples` keeps the largest power of ten (of either sign) met within an expression; no
 symbol has this name."""
@@ -56,14 +59,6 @@ def exact(tree: Tree) -> Fraction | None:
             return None
         return _EXACT[kind](*parts)
     return None
-
-
-def _exact_add(*parts: Fraction) -> Fraction:
-    return _small(sum(parts, Fraction(0)))
-
-
-def _exact_mul(left: Fraction, right: Fraction) -> Fraction:
-    return _small(left * right)
 
 
 def _exact_div(above: Fraction, below: Fraction) -> Fraction:
@@ -135,8 +130,8 @@ def _exact_func(name: str, *values: Fraction) -> Fraction | None:
 
 _EXACT: Mapping[str, Any] = {
     "neg": lambda value: -value,
-    "add": _exact_add,
-    "mul": _exact_mul,
+    "add": lambda *parts: _small(sum(parts, Fraction(0))),
+    "mul": lambda left, right: _small(left * right),
     "div": _exact_div,
     "pow": _exact_pow,
     "fact": _exact_fact,
@@ -243,6 +238,24 @@ def _numeric_func(tree: Tree, values: Mapping[str, Any]) -> Any:
     if name in ("max", "min"):
         return max(parts) if name == "max" else min(parts)
     raise Undefined(name)
+
+
+@lru_cache(maxsize=4096)
+def _rational(name: str, number: int) -> Fraction:
+    digest = hashlib.sha256(f"{name}/{number}".encode()).digest()
+    return Fraction(int.from_bytes(digest[:6], "big") | 1, 1 << 47) + Fraction(1, 3)  # between 1/3 and 7/3
+
+
+def point(name: str, number: int) -> Any:
+    """The value of a symbol at a point, in mpmath's working precision: the same in every process, on every machine."""
+    value = _rational(name, number)
+    real = mpmath.mpf(value.numerator) / value.denominator
+    if number < 4:
+        return real
+    if number < 6:
+        return -real
+    other = _rational(name + "i", number)
+    return mpmath.mpc(real, mpmath.mpf(other.numerator) / other.denominator)
 
 
 def symbols(tree: Tree) -> set[str]:

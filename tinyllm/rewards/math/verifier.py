@@ -61,11 +61,16 @@ class MathVerifier(Verifier):
     def warm_up(self) -> None:
         read(r"\frac{1}{2}")
 
-    def check(self, row: Row) -> None:
-        self._gold(row)
+    def check(self, row: Row) -> tuple[Tree, str]:
+        """(tree, source) of the gold."""
+        text = gold_text(row, self.gold)
+        found = _read_gold(self, text)
+        if isinstance(found, str):
+            raise DataError(f"gold {text[-60:]!r} in column {self.gold!r} does not read as mathematics: {found}")
+        return found
 
     def judge(self, row: Row, text: str) -> Verdict:
-        gold, source = self._gold(row)
+        gold, source = self.check(row)
         found, _ = self._region(text)
         if found is None:
             return correct(False, None)
@@ -79,7 +84,7 @@ class MathVerifier(Verifier):
         return correct(equal, found)
 
     def explain(self, row: Row, text: str) -> str:
-        gold, _ = self._gold(row)
+        gold, _ = self.check(row)
         found, why = self._region(text)
         if found is None:
             return why
@@ -90,7 +95,7 @@ class MathVerifier(Verifier):
         return ""
 
     def probes(self, row: Row) -> list[SelfTest]:
-        gold, source = self._gold(row)
+        gold, source = self.check(row)
         wrong = f"{source}+1" if gold[0] in EXPRESSIONS else "\\text{none of these words}"
         return [SelfTest("gold", self.region.write(source), 1), SelfTest("another value", self.region.write(wrong), 0)]
 
@@ -114,13 +119,6 @@ class MathVerifier(Verifier):
         )
         number = read_number(stated) if stated else None
         return number is not None and number.value == gold[1]
-
-    def _gold(self, row: Row) -> tuple[Tree, str]:
-        text = gold_text(row, self.gold)
-        found = _read_gold(self, text)
-        if isinstance(found, str):
-            raise DataError(f"gold {text[-60:]!r} in column {self.gold!r} does not read as mathematics: {found}")
-        return found
 
 
 @lru_cache(maxsize=4096)

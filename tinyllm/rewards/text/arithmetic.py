@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import ClassVar, Literal
@@ -23,33 +24,30 @@ _TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::([0-5][0-9]))?(?:[ ]?([aApP])\
 _WORD = "[A-Za-z\u00b0\u00b5\u03bc\u03a9]+[\u00b2\u00b3]?(?:\\^-?[0-9])?"
 _UNIT = re.compile(rf"[ ]?({_WORD}(?:[ /\u00b7]{_WORD}){{0,4}}|[$€£])$")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
-ALIASES = {
-    alias: names[0]
-    for names in (
-        ("$", "dollar", "dollars", "usd"),
-        ("€", "euro", "euros", "eur"),
-        ("£", "pound", "pounds", "gbp"),
-        ("cent", "cents"),
-        ("%", "percent"),
-        ("m", "meter", "meters", "metre", "metres"),
-        ("km", "kilometer", "kilometers", "kilometre", "kilometres"),
-        ("cm", "centimeter", "centimeters", "centimetre", "centimetres"),
-        ("mm", "millimeter", "millimeters", "millimetre", "millimetres"),
-        ("mile", "miles", "mi"),
-        ("ft", "foot", "feet"),
-        ("inch", "inches", "in"),
-        ("g", "gram", "grams"),
-        ("kg", "kilogram", "kilograms"),
-        ("s", "sec", "second", "seconds"),
-        ("min", "minute", "minutes"),
-        ("h", "hr", "hour", "hours"),
-        ("day", "days"),
-        ("l", "L", "liter", "liters", "litre", "litres"),
-        ("ml", "mL", "milliliter", "milliliters", "millilitre", "millilitres"),
-        ("\u00b0", "degree", "degrees"),
-    )
-    for alias in names
-}
+_UNITS = """
+$ dollar dollars usd
+€ euro euros eur
+£ pound pounds gbp
+cent cents
+% percent
+m meter meters metre metres
+km kilometer kilometers kilometre kilometres
+cm centimeter centimeters centimetre centimetres
+mm millimeter millimeters millimetre millimetres
+mile miles mi
+ft foot feet
+inch inches in
+g gram grams
+kg kilogram kilograms
+s sec second seconds
+min minute minutes
+h hr hour hours
+day days
+l L liter liters litre litres
+ml mL milliliter milliliters millilitre millilitres
+\u00b0 degree degrees
+"""
+ALIASES = {alias: names.split()[0] for names in _UNITS.strip().split("\n") for alias in names.split()}
 """Spellings of one unit. Nothing is converted: 1 km is not 1000 m unless the task's gold says so."""
 
 
@@ -101,10 +99,7 @@ class ArithmeticVerifier(Verifier):
     def _units(self) -> frozenset[str]:
         return frozenset(ALIASES.get(unit, unit) for unit in self.units)
 
-    def check(self, row: Row) -> None:
-        self.read_gold(row)
-
-    def read_gold(self, row: Row) -> Value:
+    def check(self, row: Row) -> Value:
         """Raises DataError when the gold is not a number, tuple or time of the task's kind."""
         text = gold_text(row, self.gold)
         value = _read_gold(self, text)
@@ -114,7 +109,7 @@ class ArithmeticVerifier(Verifier):
         return value
 
     def judge(self, row: Row, text: str) -> Verdict:
-        gold = self.read_gold(row)
+        gold = self.check(row)
         found, _ = self.region.find(text)
         if found is None:
             return correct(False, None)
@@ -128,7 +123,7 @@ class ArithmeticVerifier(Verifier):
 
     def explain(self, row: Row, text: str) -> str:
         found, why = self.region.find(text)
-        unread = found is not None and self._answer(found, self.read_gold(row).kind) is None
+        unread = found is not None and self._answer(found, self.check(row).kind) is None
         return why or ("the answer does not read completely" if unread else "")
 
     def same(self, gold: Value, answer: Value) -> bool:
@@ -146,7 +141,7 @@ class ArithmeticVerifier(Verifier):
         return all(abs(a - g) <= max(absolute, relative * abs(g)) for a, g in pairs)
 
     def probes(self, row: Row) -> list[SelfTest]:
-        gold = self.read_gold(row)
+        gold = self.check(row)
         wrong = Value(gold.kind, tuple(number + 1 for number in gold.numbers), gold.unit, gold.bracket)
         if self._tolerances is not None:
             absolute, relative = map(Fraction, self._tolerances)
@@ -241,13 +236,6 @@ def show(value: Value) -> str:
 
 
 def _digits(number: Fraction | int) -> str:
-    """As text; the interpreter's own conversion stops at 4,300 digits."""
-    value = Fraction(number)
-    if value.denominator != 1:
-        return f"{_digits(value.numerator)}/{_digits(value.denominator)}"
-    sign, whole = "-" if value < 0 else "", abs(value.numerator)
-    pieces = []
-    while whole >= 10**4000:
-        whole, low = divmod(whole, 10**4000)
-        pieces.append(f"{low:04000d}")
-    return sign + str(whole) + "".join(reversed(pieces))
+    """As text; Decimal writes every digit, where the interpreter's own conversion of integers stops at 4,300."""
+    above, below = map(Decimal, Fraction(number).as_integer_ratio())
+    return str(above) if below == 1 else f"{above}/{below}"

@@ -1,4 +1,4 @@
-"""The closed registry of constraints: a name, checked arguments, and a function from arguments to a text's check."""
+"""The closed registry of constraints: a name, checks of its arguments, and whether a text follows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from tinyllm.rewards.json.reader import NotJson, fenced, read_json
 from tinyllm.rewards.text.languages import LANGUAGES, detector, language_of
 
-Check = Callable[[str], bool]
 COMMAS = ",\u060c\u3001\uff0c\ufe50\ufe51\ufe10\ufe11\u055d\u07f8\u1363\u1802\u1808\ua4fe\ua60d\ua6f5\uff64\u201a"
 COMMAS += "\u2e32\u2e34\u2e41\u2e49\u2e4c\U0001144d\U0001145a\U00016e97\U0001da87"
 """Commas of every script, all banned by "no commas"."""
@@ -27,12 +26,14 @@ OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 @dataclass(frozen=True)
 class Constraint:
-    """One constraint. `arguments` maps a name to a check that returns what is wrong with a value, or ""."""
+    """One constraint: follows(text, **arguments)."""
 
-    build: Callable[..., Check]
+    follows: Callable[..., bool]
     arguments: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
+    """Name -> a check that returns what is wrong with a value, or ""."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     consistent: Callable[[Mapping[str, Any]], str] = lambda values: ""
+    """What is wrong with all arguments together, or ""."""
 
 
 # Checks of arguments
@@ -101,183 +102,166 @@ def compare(number: int, relation: str, bound: float) -> bool:
     return number >= bound if relation == "at least" else number < bound
 
 
-# Constraints
+# Constraints: whether a text follows one, given its arguments
 
 
-def _keywords(keywords: list[str]) -> Check:
-    return lambda text: all(occurrences(text, keyword) for keyword in keywords)
+def _keywords(text: str, keywords: list[str]) -> bool:
+    return all(occurrences(text, keyword) for keyword in keywords)
 
 
-def _frequency(keyword: str, frequency: float, relation: str) -> Check:
-    return lambda text: compare(occurrences(text, keyword), relation, frequency)
+def _frequency(text: str, keyword: str, frequency: float, relation: str) -> bool:
+    return compare(occurrences(text, keyword), relation, frequency)
 
 
-def _forbidden(forbidden_words: list[str]) -> Check:
-    return lambda text: not any(occurrences(text, word) for word in forbidden_words)
+def _forbidden(text: str, forbidden_words: list[str]) -> bool:
+    return not any(occurrences(text, word) for word in forbidden_words)
 
 
-def _letters(letter: str, let_frequency: float, let_relation: str) -> Check:
-    return lambda text: compare(text.casefold().count(letter.casefold()), let_relation, let_frequency)
+def _letters(text: str, letter: str, let_frequency: float, let_relation: str) -> bool:
+    return compare(text.casefold().count(letter.casefold()), let_relation, let_frequency)
 
 
-def _paragraphs(num_paragraphs: float) -> Check:
-    return lambda text: len(paragraphs(text, r"\*\*\*")) == num_paragraphs
+def _words(text: str, relation: str, num_words: float) -> bool:
+    return compare(len(words(text)), relation, num_words)
 
 
-def _first_word(num_paragraphs: float, nth_paragraph: float, first_word: str) -> Check:
-    def check(text: str) -> bool:
-        parts = paragraphs(text)
-        if len(parts) != num_paragraphs:
-            return False
-        first = words(parts[int(nth_paragraph) - 1])
-        return bool(first) and first[0].casefold() == first_word.casefold()
-
-    return check
+def _range(text: str, min_words: float, max_words: float) -> bool:
+    return min_words <= len(words(text)) <= max_words
 
 
-def _postscript(postscript_marker: str) -> Check:
+def _sentences(text: str, relation: str, num_sentences: float) -> bool:
+    return compare(sentences(text), relation, num_sentences)
+
+
+def _paragraphs(text: str, num_paragraphs: float) -> bool:
+    return len(paragraphs(text, r"\*\*\*")) == num_paragraphs
+
+
+def _first_word(text: str, num_paragraphs: float, nth_paragraph: float, first_word: str) -> bool:
+    parts = paragraphs(text)
+    if len(parts) != num_paragraphs:
+        return False
+    first = words(parts[int(nth_paragraph) - 1])
+    return bool(first) and first[0].casefold() == first_word.casefold()
+
+
+def _postscript(text: str, postscript_marker: str) -> bool:
     """The marker starts the last paragraph; text before it and after it."""
-
-    def check(text: str) -> bool:
-        last = max(text.rfind("\n" + postscript_marker), text.rfind("\n\n" + postscript_marker))
-        tail = text[last:].strip()
-        return last > 0 and bool(text[:last].strip()) and len(paragraphs(tail)) == 1 and tail != postscript_marker
-
-    return check
+    last = max(text.rfind("\n" + postscript_marker), text.rfind("\n\n" + postscript_marker))
+    tail = text[last:].strip()
+    return last > 0 and bool(text[:last].strip()) and len(paragraphs(tail)) == 1 and tail != postscript_marker
 
 
-def _bullets(num_bullets: float) -> Check:
-    return lambda text: len(_BULLET.findall(_RULE.sub("", text))) == num_bullets
+def _bullets(text: str, num_bullets: float) -> bool:
+    return len(_BULLET.findall(_RULE.sub("", text))) == num_bullets
 
 
-def _options(options: list[str]) -> Check:
-    def check(text: str) -> bool:
-        return sum(text.casefold().count(option.casefold()) for option in options) == 1
-
-    return check
+def _options(text: str, options: list[str]) -> bool:
+    return sum(text.casefold().count(option.casefold()) for option in options) == 1
 
 
-def _highlights(num_highlights: float) -> Check:
-    return lambda text: len(_HIGHLIGHT.findall(text)) >= num_highlights
+def _highlights(text: str, num_highlights: float) -> bool:
+    return len(_HIGHLIGHT.findall(text)) >= num_highlights
 
 
-def _sections(section_spliter: str, num_sections: float) -> Check:
-    pattern = re.compile(rf"^[ \t#*]*{re.escape(section_spliter)}[ \t]+(?:[0-9]+|[IVXLC]+)\b", re.MULTILINE)
-    return lambda text: len(pattern.findall(text)) >= num_sections
+def _sections(text: str, section_spliter: str, num_sections: float) -> bool:
+    heading = rf"^[ \t#*]*{re.escape(section_spliter)}[ \t]+(?:[0-9]+|[IVXLC]+)\b"
+    return len(re.findall(heading, text, re.MULTILINE)) >= num_sections
 
 
-def _json_format() -> Check:
-    def check(text: str) -> bool:
-        try:
-            document = read_json(fenced(text) or text)
-        except NotJson:
-            return False
-        return isinstance(document, (dict, list)) and bool(document)
-
-    return check
+def _json_format(text: str) -> bool:
+    try:
+        document = read_json(fenced(text) or text)
+    except NotJson:
+        return False
+    return isinstance(document, (dict, list)) and bool(document)
 
 
-def _two_responses() -> Check:
-    def check(text: str) -> bool:
-        parts = [part.strip() for part in text.split("******")]
-        return len(parts) == 2 and all(parts) and parts[0] != parts[1]
-
-    return check
+def _two_responses(text: str) -> bool:
+    parts = [part.strip() for part in text.split("******")]
+    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 
 
-def _repeat(prompt_to_repeat: str) -> Check:
-    wanted = " ".join(prompt_to_repeat.split()).casefold()
-
-    def check(text: str) -> bool:
-        text = " ".join(text.split()).casefold()
-        return text.startswith(wanted) and len(words(text[len(wanted) :])) > 0
-
-    return check
+def _repeat(text: str, prompt_to_repeat: str) -> bool:
+    text, wanted = (" ".join(part.split()).casefold() for part in (text, prompt_to_repeat))
+    return text.startswith(wanted) and len(words(text[len(wanted) :])) > 0
 
 
-def _capitals(capital_frequency: float, capital_relation: str) -> Check:
-    return lambda text: compare(sum(word.isupper() for word in words(text)), capital_relation, capital_frequency)
+def _capitals(text: str, capital_frequency: float, capital_relation: str) -> bool:
+    return compare(sum(word.isupper() for word in words(text)), capital_relation, capital_frequency)
 
 
-def _response_language(language: str) -> Check:
-    detector()  # a library that is missing is found when the rows are loaded
-    return lambda text: language_of(text) == language
+def _response_language(text: str, language: str) -> bool:
+    return language_of(text) == language
 
 
-def _case(upper: bool) -> Check:
-    detector()
-
-    def check(text: str) -> bool:
-        letters = [char for char in text if char.isalpha()]
-        cased = text == (text.upper() if upper else text.lower())
-        return bool(letters) and cased and language_of(text.lower()) == "en"
-
-    return check
+def _english_capital(text: str) -> bool:
+    return any(map(str.isalpha, text)) and text == text.upper() and language_of(text.lower()) == "en"
 
 
-def _ends(end_phrase: str) -> Check:
+def _english_lowercase(text: str) -> bool:
+    return any(map(str.isalpha, text)) and text == text.lower() and language_of(text) == "en"
+
+
+def _ends(text: str, end_phrase: str) -> bool:
     phrase = end_phrase.strip().casefold()
-
-    def check(text: str) -> bool:
-        before, found, after = text.strip().strip('"').casefold().rpartition(phrase)
-        whole = not (phrase[0].isalnum() and before[-1:].isalnum())  # "weekend" does not end in "end"
-        return bool(found) and not after and whole
-
-    return check
+    before, found, after = text.strip().strip('"').casefold().rpartition(phrase)
+    whole = not (phrase[0].isalnum() and before[-1:].isalnum())  # "weekend" does not end in "end"
+    return bool(found) and not after and whole
 
 
-def _quotation() -> Check:
-    def check(text: str) -> bool:
-        text = text.strip()
-        return len(text) > 2 and _QUOTES.get(text[0]) == text[-1] and bool(text[1:-1].strip())
-
-    return check
+def _quotation(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 2 and _QUOTES.get(text[0]) == text[-1] and bool(text[1:-1].strip())
 
 
-def _title() -> Check:
-    return lambda text: any(title.strip(" <>") for title in re.findall(r"<<([^\n<>]+)>>", text))
+def _title(text: str) -> bool:
+    return any(title.strip(" <>") for title in re.findall(r"<<([^\n<>]+)>>", text))
 
 
-def _placeholders(num_placeholders: float) -> Check:
-    return lambda text: len(re.findall(r"\[[^\[\]\n]*[^\[\]\s][^\[\]\n]*\]", text)) >= num_placeholders
+def _placeholders(text: str, num_placeholders: float) -> bool:
+    return len(re.findall(r"\[[^\[\]\n]*[^\[\]\s][^\[\]\n]*\]", text)) >= num_placeholders
 
 
-def _range(min_words: float, max_words: float) -> Check:
-    return lambda text: min_words <= len(words(text)) <= max_words
+def _no_comma(text: str) -> bool:
+    return not any(comma in text for comma in COMMAS)
 
 
-def _relation_of(measure: Callable[[str], int], count: str) -> Callable[..., Check]:
-    return lambda relation, **values: lambda text: compare(measure(text), relation, values[count])
+# Checks of arguments together
 
 
-_NUMBER = {"relation": _relation}
+def _nth_exists(values: Mapping[str, Any]) -> str:
+    return "nth_paragraph is beyond num_paragraphs" if values["nth_paragraph"] > values["num_paragraphs"] else ""
+
+
+def _in_order(values: Mapping[str, Any]) -> str:
+    return "min_words is above max_words" if values["min_words"] > values["max_words"] else ""
+
+
+def _can_tell_language(values: Mapping[str, Any]) -> str:
+    detector()  # raises where its library is missing: when the rows are loaded, not at the first verdict
+    return ""
+
+
 REGISTRY: dict[str, Constraint] = {
     "keywords:existence": Constraint(_keywords, {"keywords": _texts}),
-    "keywords:frequency": Constraint(_frequency, {"keyword": _text, "frequency": _positive, **_NUMBER}),
+    "keywords:frequency": Constraint(_frequency, {"keyword": _text, "frequency": _positive, "relation": _relation}),
     "keywords:forbidden_words": Constraint(_forbidden, {"forbidden_words": _texts}),
     "keywords:letter_frequency": Constraint(
         _letters, {"letter": _letter, "let_frequency": _positive, "let_relation": _relation}
     ),
-    "language:response_language": Constraint(_response_language, {"language": _language}),
-    "length_constraints:number_words": Constraint(
-        _relation_of(lambda text: len(words(text)), "num_words"), {"num_words": _positive, **_NUMBER}
+    "language:response_language": Constraint(
+        _response_language, {"language": _language}, consistent=_can_tell_language
     ),
-    "length_constraints:number_sentences": Constraint(
-        _relation_of(sentences, "num_sentences"), {"num_sentences": _positive, **_NUMBER}
-    ),
+    "length_constraints:number_words": Constraint(_words, {"num_words": _positive, "relation": _relation}),
+    "length_constraints:number_sentences": Constraint(_sentences, {"num_sentences": _positive, "relation": _relation}),
     "length_constraints:number_paragraphs": Constraint(_paragraphs, {"num_paragraphs": _positive}),
     "length_constraints:nth_paragraph_first_word": Constraint(
         _first_word,
         {"num_paragraphs": _positive, "nth_paragraph": _positive, "first_word": _text},
-        consistent=lambda values: (
-            "nth_paragraph is beyond num_paragraphs" if values["nth_paragraph"] > values["num_paragraphs"] else ""
-        ),
+        consistent=_nth_exists,
     ),
-    "count:word_count_range": Constraint(
-        _range,
-        {"min_words": _count, "max_words": _positive},
-        consistent=lambda values: "min_words is above max_words" if values["min_words"] > values["max_words"] else "",
-    ),
+    "count:word_count_range": Constraint(_range, {"min_words": _count, "max_words": _positive}, consistent=_in_order),
     "detectable_content:number_placeholders": Constraint(_placeholders, {"num_placeholders": _positive}),
     "detectable_content:postscript": Constraint(_postscript, {"postscript_marker": _text}),
     "detectable_format:number_bullet_lists": Constraint(_bullets, {"num_bullets": _positive}),
@@ -288,12 +272,12 @@ REGISTRY: dict[str, Constraint] = {
     "detectable_format:title": Constraint(_title),
     "combination:two_responses": Constraint(_two_responses),
     "combination:repeat_prompt": Constraint(_repeat, {"prompt_to_repeat": _text}),
-    "change_case:english_capital": Constraint(lambda: _case(True)),
-    "change_case:english_lowercase": Constraint(lambda: _case(False)),
+    "change_case:english_capital": Constraint(_english_capital, consistent=_can_tell_language),
+    "change_case:english_lowercase": Constraint(_english_lowercase, consistent=_can_tell_language),
     "change_case:capital_word_frequency": Constraint(
         _capitals, {"capital_frequency": _positive, "capital_relation": _relation}
     ),
-    "punctuation:no_comma": Constraint(lambda: lambda text: not any(comma in text for comma in COMMAS)),
+    "punctuation:no_comma": Constraint(_no_comma),
     "startend:end_checker": Constraint(_ends, {"end_phrase": _text}),
     "startend:quotation": Constraint(_quotation),
 }

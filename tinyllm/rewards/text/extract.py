@@ -22,23 +22,13 @@ Rule = Literal["tag", "boxed", "hash", "marker", "final", "last_number", "exact_
 RULES: tuple[Rule, ...] = get_args(Rule)
 
 END_OF_TURN = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<|end|>",
-    "<|return|>",
-    "<end_of_turn>",
-    "<|eot|>",
-    "<|eom_id|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<eos>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "</s>",
-)
+    "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> <|end|> <|return|> <end_of_turn> <|eot|> <|eom_id|> "
+    "<|END_OF_TURN_TOKEN|> <eos> <\uff5cend\u2581of\u2581sentence\uff5c> </s>"
+).split()
 """Written end-of-turn tokens; what follows one is not part of the answer."""
 _END = re.compile("|".join(map(re.escape, END_OF_TURN)))
 _BOX = re.compile(r"\\(boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _HASH = re.compile(r"^[ \t]*####(?!#)(.*)$", re.MULTILINE)
 _STATED = re.compile(r"\b(?:final answer|answer)\b[ *_]{0,4}(?::|\bis\b(?: not\b)?)[ *_:]{0,8}", re.IGNORECASE)
 _MATH_MARKS = {"$$": "$$", "$": "$", "\\(": "\\)", "\\[": "\\]"}
@@ -242,18 +232,10 @@ def unwrap(answer: str) -> str:
 def closes_at(text: str, start: int) -> int:
     """Index of the brace that closes the one at `start`; -1 when it stays open. Escaped braces do not count."""
     depth = 0
-    index = start
-    while index < len(text):
-        char = text[index]
-        if char == "\\":
-            index += 1
-        elif char == "{":
-            depth += 1
-        elif char == "}":
-            depth -= 1
-            if depth == 0:
-                return index
-        index += 1
+    for match in _BRACE.finditer(text, start):
+        depth += (match[0] == "{") - (match[0] == "}")
+        if match[0] == "}" and depth == 0:
+            return match.start()
     return -1
 
 

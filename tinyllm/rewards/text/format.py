@@ -33,19 +33,23 @@ class FormatVerifier(Verifier):
         if self.gold is None and self.region.rule in ("whole", "final"):
             raise RewardError(f"format.rule = {self.region.rule!r} without a gold pays for any text; give format.gold")
 
-    def check(self, row: Row) -> None:
+    def check(self, row: Row) -> str:
+        """The gold as text; "" without one."""
         if self.gold is None:
-            return
-        self._gold(row)
+            return ""
+        gold = gold_text(row, self.gold)
+        text = self._text(gold)
+        if not text:
+            raise DataError(f"gold {gold!r} is empty without its markup")
+        if self.choices and text not in map(self._text, self.choices):
+            raise DataError(f"gold {text!r} is none of the choices {', '.join(self.choices)}")
+        return text
 
     def judge(self, row: Row, text: str) -> Verdict:
-        if self.gold is None:
-            found, _ = self.region.find(text)
-            return correct(found is not None, found)
-        gold = self._gold(row)
+        gold = self.check(row)
         found, _ = self.region.find(text)
-        if found is None:
-            return correct(False, None)
+        if found is None or not gold:
+            return correct(found is not None, found)
         number = read_number(gold)
         if number is not None:
             stated = stated_number(found) if self.region.rule == "final" else unwrap(found)
@@ -60,20 +64,11 @@ class FormatVerifier(Verifier):
     def probes(self, row: Row) -> list[SelfTest]:
         if self.gold is None:
             return [SelfTest("format alone", self.region.write("x"), 1)]
-        gold = self._gold(row)
+        gold = self.check(row)
         number = read_number(gold)
         others = [choice for choice in self.choices if choice != gold]
         wrong = str(number.value + 1) if number else others[0] if others else gold[::-1] + "x"
         return [SelfTest("gold", self.region.write(gold), 1), SelfTest("another value", self.region.write(wrong), 0)]
-
-    def _gold(self, row: Row) -> str:
-        gold = gold_text(row, self.gold or "")
-        text = self._text(gold)
-        if not text:
-            raise DataError(f"gold {gold!r} is empty without its markup")
-        if self.choices and text not in (self._text(choice) for choice in self.choices):
-            raise DataError(f"gold {text!r} is none of the choices {', '.join(self.choices)}")
-        return text
 
     def _text(self, text: str) -> str:
         text = " ".join(unicodedata.normalize("NFC", unwrap(text)).split())

@@ -7,6 +7,7 @@ does not count.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping
@@ -57,20 +58,18 @@ class InstructionVerifier(Verifier):
     """Column with a list of {"id": ..., "kwargs": {...}}; without it, IFEval's instruction_id_list and kwargs."""
     think_prefilled: bool = False
 
-    def check(self, row: Row) -> None:
-        self._checks(row)
-
     def judge(self, row: Row, text: str) -> Verdict:
-        checks = self._checks(row)
+        checks = self.check(row)
         answer = after_think(cut(text), self.think_prefilled).strip()
         return correct(bool(answer) and all(check(answer) for _, check in checks), answer)
 
     def explain(self, row: Row, text: str) -> str:
         answer = after_think(cut(text), self.think_prefilled).strip()
-        broken = [name for name, check in self._checks(row) if not check(answer)]
+        broken = [name for name, check in self.check(row) if not check(answer)]
         return f"not followed: {', '.join(broken)}" if broken else "" if answer else "the answer is empty"
 
-    def _checks(self, row: Row) -> list[tuple[str, Callable[[str], bool]]]:
+    def check(self, row: Row) -> list[tuple[str, Callable[[str], bool]]]:
+        """(name, whether a text follows it) of each constraint."""
         found = []
         for entry in self._entries(row):
             name, arguments = entry.get("id"), entry.get("kwargs") or {}
@@ -81,7 +80,7 @@ class InstructionVerifier(Verifier):
             constraint = REGISTRY[name]
             values = _arguments(name, constraint, arguments)
             _agree(name, values, prompt_text(row))
-            found.append((name, values, constraint.build(**values)))
+            found.append((name, values, functools.partial(constraint.follows, **values)))
         if not found:
             raise DataError(f"the row has no constraints in column {self.constraints!r}")
         for (name, values, _), (other, more, _) in itertools.combinations(found, 2):

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 
 MAX_CHARS = 10_000
 """A longer text is not a number."""
 MAX_EXPONENT = 1_000
 """Largest absolute decimal exponent: 1e999999999 is refused, not computed."""
-CHUNK = 4_000
-"""Digits converted at a time, below the interpreter's limit for one conversion."""
 
 _SIGN = "[+\\-\u2212]"
 _GROUPED = "[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:[\u2009\u202f][0-9]{3})+)"
@@ -39,16 +39,14 @@ _NOT_DIGITS = str.maketrans("", "", ",\u2009\u202f")
 _SMALL = re.compile(r"-?[0-9]{1,15}")
 
 
+@dataclass(slots=True)
 class Number:
     """A number as it was read: its exact value and what stood around the digits."""
 
-    __slots__ = ("currency", "percent", "value")
-
-    def __init__(self, value: Fraction | int, percent: bool = False, currency: str | None = None) -> None:
-        self.value = value
-        """A percent sign is already applied: 7% has the value 7/100."""
-        self.percent = percent
-        self.currency = currency
+    value: Fraction | int
+    """A percent sign is already applied: 7% has the value 7/100."""
+    percent: bool = False
+    currency: str | None = None
 
 
 def read_number(text: str) -> Number | None:
@@ -81,26 +79,20 @@ def _value(match: re.Match[str]) -> Fraction | None:
         return Fraction(above, below) + (digits_to_int(match["whole"]) if match["whole"] else 0)
     whole = (match["int"] or "").translate(_NOT_DIGITS)
     part = match["frac"] or match["frac2"] or ""
-    exponent = 0
-    if match["exp"]:
-        digits = match["exp"].lstrip("+-\u2212").lstrip("0") or "0"
-        if len(digits) > len(str(MAX_EXPONENT)) or int(digits) > MAX_EXPONENT:
-            return None
-        exponent = -int(digits) if match["exp"][0] in "-\u2212" else int(digits)
-    shift = exponent - len(part)
-    mantissa = digits_to_int(whole + part)
-    return Fraction(mantissa * 10**shift) if shift >= 0 else Fraction(mantissa, 10**-shift)
+    return decimal_value(f"{whole}.{part}", (match["exp"] or "").replace("\u2212", "-"))
+
+
+def decimal_value(mantissa: str, exponent: str = "") -> Fraction | None:
+    """The exact value of a decimal of any length; None where the exponent is past MAX_EXPONENT."""
+    digits = exponent.lstrip("+-").lstrip("0")
+    if len(digits) > 4 or int(digits or 0) > MAX_EXPONENT:
+        return None
+    return Fraction(Decimal(f"{mantissa}e{exponent}" if exponent else mantissa))
 
 
 def digits_to_int(digits: str) -> int:
     """The value of ASCII digits, of any count: the interpreter's own conversion stops at 4,300."""
-    if len(digits) <= CHUNK:
-        return int(digits)
-    value = 0
-    for start in range(0, len(digits), CHUNK):
-        piece = digits[start : start + CHUNK]
-        value = value * 10 ** len(piece) + int(piece)
-    return value
+    return int(digits) if len(digits) <= 4_000 else int(Decimal(digits))
 
 
 _QUOTES = "\"'`\u2018\u2019\u201c\u201d\u00ab\u00bb"
