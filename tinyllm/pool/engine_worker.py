@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tinyllm.config.sections import LoraConfig, ModelConfig
 from tinyllm.engine.build import make_scheduler
-from tinyllm.engine.engine import CacheSize, sample_request
 from tinyllm.engine.policy import Policy
+from tinyllm.engine.scheduler import sample_request
 from tinyllm.errors import EngineError
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory
@@ -36,7 +36,7 @@ class EngineSpec:
     lora: LoraConfig
     seed: int
     threads: int
-    cache: CacheSize
+    max_batch: int
 
 
 class EngineWorker:
@@ -53,13 +53,7 @@ class EngineWorker:
             model = models.add_lora(model, spec.lora.rank, spec.lora.alpha, spec.lora.targets, seed=spec.seed)
         self.trained = dict(trained_parameters(model))
         self.policy = Policy(model)
-        self.scheduler = make_scheduler(
-            self.policy,
-            models.load_tokenizer(name),
-            max_batch=spec.cache.slots,
-            private_blocks=spec.cache.private_blocks,
-            shared_blocks=spec.cache.shared_blocks,
-        )
+        self.scheduler = make_scheduler(self.policy, models.load_tokenizer(name), max_batch=spec.max_batch)
         self.done: dict[int, dict[int, Completion]] = {}
         """Finished completions by sample, of each group in flight."""
         self.sizes: dict[int, int] = {}

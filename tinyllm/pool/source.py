@@ -102,11 +102,11 @@ class Pool:
                 f"{self.engine.policy.device}; start servers there (tinyllm serve) and give engine.urls"
             )
         assert self.cluster is not None
-        size = self.engine.cache_size(prompts, params)
+        slots = min(self.engine.max_batch, len(prompts) * params.n)
         model = replace(config.model, device="cpu")
-        spec = EngineSpec(model, config.lora, config.seed, ENGINE_THREADS, size)
+        spec = EngineSpec(model, config.lora, config.seed, ENGINE_THREADS, slots)
         make = partial(self.cluster.worker, partial(EngineWorker, spec))
-        capacity = -(-size.slots // params.n)
+        capacity = -(-slots // params.n)
         deadline_s = config.engine.deadline_s
         return WorkerGroup("engine", settings.engines, make, capacity, deadline_s, takes_weights=True)
 
