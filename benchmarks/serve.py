@@ -35,12 +35,12 @@ from vllm_server import free_port
 
 from tinyllm.engine.build import make_scheduler
 from tinyllm.engine.policy import Policy
-from tinyllm.engine.scheduler import Sampled, SampleRequest, Scheduler
+from tinyllm.engine.scheduler import SampleRequest, Scheduler
 from tinyllm.engine.seeds import seed_key
 from tinyllm.errors import ConfigError, EngineError
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory
-from tinyllm.records import SamplingParams
+from tinyllm.records import Completion, Prompt, SamplingParams
 
 ENGINE, WHOLE, STREAMED, OTHER = "engine", "served, not streamed", "served, streamed", "transformers serve"
 TARGETS = {WHOLE: 0.85, STREAMED: 0.70}
@@ -126,11 +126,13 @@ def _levels(arguments: argparse.Namespace) -> list[int]:
 
 def run_engine(scheduler: Scheduler, jobs: Jobs) -> tuple[list[list[int]], float]:
     """The engine in this process."""
-    found: dict[int, Sampled] = {}
+    found: dict[int, Completion] = {}
     begin = time.perf_counter()
     for i, (prompt, key) in enumerate(zip(jobs.prompts, jobs.keys, strict=True)):
         params = SamplingParams(max_new_tokens=jobs.tokens)
-        scheduler.submit(SampleRequest(str(i), prompt, params, (key,), partial(found.__setitem__, i)))
+        scheduler.submit(
+            SampleRequest(str(i), Prompt(str(i), prompt, ""), params, {0: key}, partial(found.__setitem__, i))
+        )
     while scheduler.step():
         pass
     seconds = time.perf_counter() - begin

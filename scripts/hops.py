@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tinyllm"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-CARRIERS = {"Sampled", "Completion", "Rollout", "Group", "Step", "Batch", "Recorded", "JudgedGroups"}
+CARRIERS = {"Completion", "Rollout", "Group", "Step", "Batch", "Recorded", "JudgedGroups"}
 
 
 def carries(value: Any, depth: int = 3) -> bool:

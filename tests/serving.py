@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tinyllm.engine.build import make_scheduler
 from tinyllm.engine.policy import Policy
-from tinyllm.engine.scheduler import Sampled, SampleRequest
+from tinyllm.engine.scheduler import SampleRequest
 from tinyllm.engine.seeds import seed_key
 from tinyllm.model.models import content_hash
-from tinyllm.records import Revision, SamplingParams
+from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 from tinyllm.serve.app import Service, Settings
 from tinyllm.serve.server import address, bind, serve
 
@@ -146,14 +146,14 @@ def serving(made: Any = None, **settings: Any) -> Iterator[Served]:
     assert not faults and not thread.is_alive(), faults
 
 
-def sample_alone(made: Any, ids: Any, params: SamplingParams, keys: Any) -> list[Sampled]:
+def sample_alone(made: Any, ids: Any, params: SamplingParams, keys: Any) -> list[Completion]:
     """What the scheduler gives a job that runs alone in it."""
     scheduler = make_scheduler(Policy(made.requires_grad_(False)), tokenizer(), max_batch=8)
-    done: list[Sampled] = []
-    scheduler.submit(SampleRequest("only", tuple(ids), params, tuple(keys), done.append))
+    done: list[Completion] = []
+    scheduler.submit(SampleRequest("only", Prompt("", tuple(ids), ""), params, dict(enumerate(keys)), done.append))
     while scheduler.step():
         pass
-    return sorted(done, key=lambda sampled: sampled.sample)
+    return sorted(done, key=lambda completion: completion.sample)
 
 
 def key_of(seed: int, prompt: int = 0, sample: int = 0) -> int:

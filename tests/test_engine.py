@@ -212,14 +212,6 @@ def test_a_prefix_shared_by_prompts_is_computed_once():
     assert rows == [30 + 5 * 2]
 
 
-def test_the_cache_is_bounded_by_configuration():
-    policy = make_policy()
-    expected = engine(policy).sample(make_prompts(9), params())
-    assert engine(policy, cache_tokens=600).sample(make_prompts(9), params()) == expected
-    with pytest.raises(EngineError, match="cache_tokens is 100; raise it"):
-        engine(policy, cache_tokens=100).sample(make_prompts(9), params())
-
-
 def test_a_group_larger_than_the_batch_is_sampled_in_parts():
     policy = make_policy()
     assert engine(policy, max_batch=4).sample(make_prompts(2), params(n=10)) == engine(policy).sample(

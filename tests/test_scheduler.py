@@ -38,8 +38,8 @@ class Collected:
             assert len(top) == options.get("top_logprobs", 0)
             self.heard.setdefault((name, sample), []).append((token, logprob))
 
-        keys = tuple(seed_key(5, 2, prompt.id, prompt.draw, s) for s in range(samples))
-        self.scheduler.submit(SampleRequest(name, prompt.token_ids, params, keys, on_finish, on_token, **options))
+        keys = {s: seed_key(5, 2, prompt.id, prompt.draw, s) for s in range(samples)}
+        self.scheduler.submit(SampleRequest(name, prompt, params, keys, on_finish, on_token, **options))
 
     def finish(self):
         steps = 0
@@ -118,7 +118,8 @@ def test_a_prompt_many_requests_want_is_computed_once_until_the_weights_change()
 
 def test_cached_prompts_give_way_to_new_ones():
     policy, prompts = make_policy(), make_prompts(30)
-    run = collected(policy, max_batch=4, keep_prompts=3)
+    run = collected(policy, max_batch=4)
+    run.scheduler.keep_prompts = 3
     for i, prompt in enumerate(prompts * 2):
         run.submit(str(i), prompt, params(), samples=1)
     run.finish()
@@ -168,7 +169,7 @@ def test_spans_say_whose_weights_drew_which_tokens():
     run.finish()
     across, after = run.done["across", 0], run.done["after", 0]
     assert across.spans == (RevisionSpan(Revision(4, "a"), 0, had), RevisionSpan(Revision(5, "b"), had, 20))
-    assert after.spans == (RevisionSpan(Revision(5, "b"), 0, len(after.token_ids)),)
+    assert after.all_spans == (RevisionSpan(Revision(5, "b"), 0, len(after.token_ids)),)
     assert plain(after) == expected(policy, other, params(), 1)[0]
     with torch.no_grad():
         for name, p in policy.model.named_parameters():
@@ -194,13 +195,11 @@ def test_the_cache_grows_to_what_requests_need():
 def test_alternatives_are_the_most_probable_tokens_with_their_log_probabilities():
     policy, (prompt, other) = make_policy(), make_prompts(2)
     run, heard = collected(policy), []
-    keys = (seed_key(5, 2, prompt.id, 0, 0),)
+    keys = {0: seed_key(5, 2, prompt.id, 0, 0)}
     given = params(max_new_tokens=8, temperature=0.7)
     run.submit("other", other, given)
     run.scheduler.submit(
-        SampleRequest(
-            "top", prompt.token_ids, given, keys, lambda s: None, lambda *token: heard.append(token), top_logprobs=61
-        )
+        SampleRequest("top", prompt, given, keys, lambda s: None, lambda *token: heard.append(token), top_logprobs=61)
     )
     run.finish()
     ids = [token for _, token, _, _ in heard]

@@ -10,7 +10,7 @@ from plain_runner import Letters, PlainRunner, drawn_alone
 
 from tinyllm.engine.scheduler import SampleRequest, Scheduler
 from tinyllm.engine.seeds import seed_key
-from tinyllm.records import Revision, RevisionSpan, SamplingParams
+from tinyllm.records import Prompt, Revision, RevisionSpan, SamplingParams
 
 SHARED = (1, 2, 3)
 
@@ -18,9 +18,9 @@ SHARED = (1, 2, 3)
 class Run:
     """A scheduler, its runner, and what became of the requests."""
 
-    def __init__(self, max_batch=4, room=10_000, **options):
+    def __init__(self, max_batch=4, room=10_000):
         self.runner = PlainRunner(max_batch, room)
-        self.scheduler = Scheduler(self.runner, Letters(), max_batch=max_batch, revision=Revision(0, "w0"), **options)
+        self.scheduler = Scheduler(self.runner, Letters(), max_batch=max_batch, revision=Revision(0, "w0"))
         self.done, self.heard = {}, {}
 
     def submit(self, name, prompt=SHARED, samples=2, top_logprobs=0, **params):
@@ -34,8 +34,10 @@ class Run:
             self.heard.setdefault((name, sample), []).append((token, logprob))
 
         given = SamplingParams(**{"max_new_tokens": 6} | params)
-        keys = tuple(key(name, sample) for sample in range(samples))
-        self.scheduler.submit(SampleRequest(name, tuple(prompt), given, keys, on_finish, on_token, top_logprobs))
+        keys = {sample: key(name, sample) for sample in range(samples)}
+        self.scheduler.submit(
+            SampleRequest(name, Prompt(name, tuple(prompt), ""), given, keys, on_finish, on_token, top_logprobs)
+        )
         return given
 
     def steps(self, count):
@@ -160,7 +162,7 @@ def test_spans_say_which_weights_drew_which_tokens():
     across = run.done["across", 0]
     assert across.spans == (RevisionSpan(Revision(0, "w0"), 0, had), RevisionSpan(Revision(1, "w1"), had, 8))
     assert list(across.token_ids) == alone(given, "across", 0, weights=[0] * had + [1] * (8 - had))[0]
-    assert run.done["after", 0].spans == (RevisionSpan(Revision(1, "w1"), 0, 6),)
+    assert run.done["after", 0].all_spans == (RevisionSpan(Revision(1, "w1"), 0, 6),)
     assert run.tokens("after", 0) == alone(after, "after", 0, weights=1)[0]
 
 
@@ -205,7 +207,8 @@ def test_a_prompt_of_old_weights_is_freed_when_its_last_sample_ends():
 
 
 def test_prompts_used_last_stay_cached():
-    run = Run(keep_prompts=2)
+    run = Run()
+    run.scheduler.keep_prompts = 2
     for number in (1, 2, 3, 2, 4):
         run.submit(f"r{number}{len(run.done)}", (number,), samples=1)
         run.finish()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyllm.engine.attention import PackedPlan
-from tinyllm.engine.kv_cache import CacheShape, DecodePlan, KVCache
+from tinyllm.engine.kv_cache import DecodePlan, KVCache
 from tinyllm.engine.packing import BLOCK, ROWS, pack, round_up
 from tinyllm.engine.policy import Policy
 from tinyllm.engine.runner import Draw, Drawn, Handle, Row, Start
@@ -41,15 +41,11 @@ class _Computed:
 
 
 class ExactRunner:
-    """A `Runner` over a policy, with room for so many slots.
+    """A `Runner` over a policy, with so many slots."""
 
-    private_blocks (of each slot) and shared_blocks (of handles) are the cache to begin with, in blocks of 64 tokens.
-    """
-
-    def __init__(self, policy: Policy, slots: int, private_blocks: int = 0, shared_blocks: int = 0) -> None:
+    def __init__(self, policy: Policy, slots: int) -> None:
         self.policy = policy
-        shape = CacheShape.of(policy.config, policy.head_weight.dtype)
-        self.cache = KVCache(shape, round_up(slots, ROWS), private_blocks, shared_blocks, policy.device)
+        self.cache = KVCache(policy.config, slots, policy.head_weight.dtype, policy.device)
         self._computed: dict[Handle, _Computed] = {}
         self._numbers = count()
         self._used_blocks = 1
@@ -83,8 +79,8 @@ class ExactRunner:
         if not starts:
             return
         computed = [self._computed[start.prefix] for start in starts]
-        longest = max(c.length % BLOCK + start.max_new_tokens for c, start in zip(computed, starts, strict=True))
-        self.cache.grow_private(-(-longest // BLOCK))
+        # As for a prompt that leaves no room in its last block, so that requests of equal length seldom grow the cache.
+        self.cache.grow_private(-(-(BLOCK - 1 + max(start.max_new_tokens for start in starts)) // BLOCK))
         self.cache.fill_slots([(c.tail, start.slot) for c, start in zip(computed, starts, strict=True)])
 
     @torch.no_grad()

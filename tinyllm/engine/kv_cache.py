@@ -12,7 +12,6 @@ slot, U prompts with full shared blocks, C full shared blocks of the longest of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,52 +21,30 @@ from tinyllm.engine.attention import ScoreRule, exponentials, finish_scores, wei
 from tinyllm.engine.packing import BLOCK, ROWS, round_up
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """What decides the size of a cache."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> CacheShape:
-        text = config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return cls(text.num_hidden_layers, heads, head_dim, dtype)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of keys and values of one token in all layers."""
-        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
-
-
 class KVCache:
-    """Keys and values: private [2, layers, J, S, K, 64, D] by slot, shared [2, layers, blocks, K, 64, D]."""
+    """Keys and values: private [2, layers, J, S, K, 64, D] by slot, shared [2, layers, blocks, K, 64, D].
 
-    def __init__(
-        self, shape: CacheShape, slots: int, private_blocks: int, shared_blocks: int, device: torch.device
-    ) -> None:
-        tail = (shape.heads, BLOCK, shape.head_dim)
-        # Zeros, not empty: a masked entry has weight 0, and 0 x NaN would not be 0.
-        self.private = torch.zeros(2, shape.layers, private_blocks, slots, *tail, dtype=shape.dtype, device=device)
-        self.shared = torch.zeros(2, shape.layers, shared_blocks, *tail, dtype=shape.dtype, device=device)
-        self.free_shared = list(range(shared_blocks))
+    No block is there at first; both parts grow to what is asked for.
+    """
+
+    def __init__(self, config: PretrainedConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        block, layers = (heads, BLOCK, head_dim), config.num_hidden_layers
+        self.private = torch.zeros(2, layers, 0, slots, *block, dtype=dtype, device=device)
+        self.shared = torch.zeros(2, layers, 0, *block, dtype=dtype, device=device)
+        self.free_shared: list[int] = []
 
     def grow_private(self, blocks: int) -> None:
         """At least so many private blocks in every slot."""
-        have = self.private.shape[2]
-        if blocks > have:
-            self.private = torch.cat([self.private, _more(self.private, blocks - have)], 2)
+        if blocks > self.private.shape[2]:
+            self.private = _grown(self.private, blocks)
 
     def grow_shared(self, blocks: int) -> None:
         """At least so many more shared blocks; their number doubles, so that this is rare."""
         have = self.shared.shape[2]
-        extra = max(blocks, have)
-        self.shared = torch.cat([self.shared, _more(self.shared, extra)], 2)
-        self.free_shared += range(have, have + extra)
+        self.shared = _grown(self.shared, have + max(blocks, have))
+        self.free_shared += range(have, self.shared.shape[2])
 
     def take_shared(self, blocks: int) -> list[int]:
         """So many free shared blocks, which are no longer free; more are made where there are too few."""
@@ -104,9 +81,12 @@ class KVCache:
             self.private[:, :, :used_blocks, destination] = self.private[:, :, :used_blocks, source]
 
 
-def _more(x: Tensor, count: int) -> Tensor:
-    """Zeros for so many blocks more, along dimension 2."""
-    return x.new_zeros(*x.shape[:2], count, *x.shape[3:])
+def _grown(x: Tensor, blocks: int) -> Tensor:
+    """The same content in a tensor of so many blocks along dimension 2."""
+    # Zeros, not empty: a masked entry has weight 0, and 0 x NaN would not be 0.
+    grown = x.new_zeros(*x.shape[:2], blocks, *x.shape[3:])
+    grown[:, :, : x.shape[2]] = x
+    return grown
 
 
 class DecodePlan:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tinyllm.engine.build import make_scheduler
-from tinyllm.engine.engine import EmbeddedEngine, sample_request
+from tinyllm.engine.engine import EmbeddedEngine
+from tinyllm.engine.scheduler import sample_request
 from tinyllm.errors import RunError
 from tinyllm.records import Completion, Group, Prompt, SamplingParams
 
@@ -63,10 +64,9 @@ def resample(
             if pattern:
                 wanted.setdefault(pattern, []).append((group, done.sample))
     drawn: dict[tuple[str, int], Completion] = {}
-    capacity = engine.cache_size([group.prompt for group in groups], params).slots
     for pattern, samples in wanted.items():
-        for start in range(0, len(samples), capacity):
-            _draw(engine, versions, pattern, samples[start : start + capacity], params, drawn)
+        for start in range(0, len(samples), engine.max_batch):
+            _draw(engine, versions, pattern, samples[start : start + engine.max_batch], params, drawn)
     versions.load(max(versions.kept))
     return drawn
 

@@ -1,7 +1,7 @@
 """Continuous batching: requests enter when slots are free, every running sample advances by one token a step.
 
     scheduler = make_scheduler(policy, tokenizer, max_batch=64)
-    scheduler.submit(SampleRequest("a", token_ids, params, keys, on_finish=print))
+    scheduler.submit(sample_request("a", prompt, params, range(8), on_finish=print))
     while scheduler.step():
         pass
 
@@ -14,14 +14,15 @@ what else runs. Everything with tensors is behind the seam `Runner` (runner.py):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tinyllm.engine.runner import Draw, Drawn, Handle, Row, Runner, Start
-from tinyllm.engine.seeds import uniform
+from tinyllm.engine.seeds import seed_key, uniform
+from tinyllm.engine.text import cut_at_stop
 from tinyllm.engine.trie import Trie
-from tinyllm.records import FinishReason, Revision, RevisionSpan, SamplingParams
+from tinyllm.records import Completion, Prompt, Revision, RevisionSpan, SamplingParams
 
 _PREFILL_TOKENS = 2048
 """A prefill takes no further prompt once it has so many tokens to compute."""
@@ -35,23 +36,6 @@ class Detokenizer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One finished sample of a request."""
-
-    sample: int
-    """Its index among the request's keys."""
-    token_ids: tuple[int, ...]
-    """The stop token included."""
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    """stop or length."""
-    text: str
-    """Decoded, without special tokens, cut before the first stop string."""
-    spans: tuple[RevisionSpan, ...]
-    """Which weights drew which tokens; at least one span, each with a revision."""
-
-
 OnToken = Callable[[int, int, float, list[tuple[int, float]]], None]
 """(sample, token id, its log-probability, the most probable tokens with theirs)"""
 
@@ -62,18 +46,26 @@ class SampleRequest:
 
     id: str
     """Unique among the requests that are not finished."""
-    token_ids: tuple[int, ...]
+    prompt: Prompt
     params: SamplingParams
     """Its n, seed and step are not read: `keys` stands for them."""
-    keys: tuple[int, ...]
-    """One seed key per sample."""
-    on_finish: Callable[[Sampled], None]
+    keys: Mapping[int, int]
+    """Sample number -> seed key of its random numbers."""
+    on_finish: Callable[[Completion], None]
     on_token: OnToken | None = None
     top_logprobs: int = 0
     """How many of the most probable tokens on_token is told."""
 
     def __post_init__(self) -> None:
-        assert self.token_ids and self.keys and self.params.max_new_tokens >= 1, self
+        assert self.prompt.token_ids and self.keys and self.params.max_new_tokens >= 1, self
+
+
+def sample_request(
+    name: str, prompt: Prompt, params: SamplingParams, samples: Sequence[int], on_finish: Callable[[Completion], None]
+) -> SampleRequest:
+    """A request for these samples of a prompt, with the random numbers that a run gives them."""
+    keys = {sample: seed_key(params.seed, params.step, prompt.id, prompt.draw, sample) for sample in samples}
+    return SampleRequest(name, prompt, params, keys, on_finish)
 
 
 @dataclass(slots=True)
@@ -127,7 +119,7 @@ class _Sequence:
         return Draw(params, uniforms, self.request.top_logprobs)
 
     def row(self) -> Row:
-        position = len(self.request.token_ids) + len(self.tokens) - 1
+        position = len(self.request.prompt.token_ids) + len(self.tokens) - 1
         return Row(self.tokens[-1], position, self.prefix.handle, self.draw())
 
     def spans(self) -> tuple[RevisionSpan, ...]:
@@ -136,17 +128,14 @@ class _Sequence:
 
 
 class Scheduler:
-    """Runs requests, at most max_batch samples at a time. One thread calls all methods; callbacks run in it.
+    """Runs requests, at most max_batch samples at a time. One thread calls all methods; callbacks run in it."""
 
-    Up to keep_prompts prompts that nothing runs on stay cached, for requests that ask for the same.
-    """
+    keep_prompts = 64
+    """How many prompts that nothing runs on stay cached at most, for requests that ask for the same."""
 
-    def __init__(
-        self, runner: Runner, tokenizer: Detokenizer, *, max_batch: int, revision: Revision, keep_prompts: int = 64
-    ) -> None:
+    def __init__(self, runner: Runner, tokenizer: Detokenizer, *, max_batch: int, revision: Revision) -> None:
         assert max_batch >= 1, max_batch
-        self.runner, self.tokenizer, self.revision = runner, tokenizer, revision
-        self.capacity, self.keep_prompts = max_batch, keep_prompts
+        self.runner, self.tokenizer, self.revision, self.capacity = runner, tokenizer, revision, max_batch
         self._queue: deque[_Queued] = deque()
         self._sequences: list[_Sequence] = []
         """Those that run; the index is the slot."""
@@ -204,19 +193,19 @@ class Scheduler:
         if self._sequences and free < self.capacity // 4 and free < self.waiting:
             return
         while self._queue and free:
-            entering: list[tuple[SampleRequest, range]] = []
+            entering: list[tuple[SampleRequest, list[int]]] = []
             fresh: dict[tuple[int, ...], None] = {}  # prompts to compute, in order
             trie = Trie()
             while self._queue and free and len(trie) < _PREFILL_TOKENS:
                 queued = self._queue[0]
-                request = queued.request
-                samples = range(queued.started, min(len(request.keys), queued.started + free))
-                queued.started = samples.stop  # first: a request whose prompt finds no memory has begun and failed
-                if request.token_ids not in self._prompts and request.token_ids not in fresh:
-                    fresh[request.token_ids] = None
-                    trie.add(request.token_ids)
-                    self._make_room([len(prompt) for prompt in fresh])
-                self._unused.pop(request.token_ids, None)  # a later prompt of this round must not take its memory
+                request, prompt = queued.request, queued.request.prompt.token_ids
+                samples = list(request.keys)[queued.started : queued.started + free]
+                queued.started += len(samples)  # first: a request whose prompt finds no memory has begun and failed
+                if prompt not in self._prompts and prompt not in fresh:
+                    fresh[prompt] = None
+                    trie.add(prompt)
+                    self._make_room([len(other) for other in fresh])
+                self._unused.pop(prompt, None)  # a later prompt of this round must not take its memory
                 free -= len(samples)
                 entering.append((request, samples))
                 if queued.started == len(request.keys):
@@ -231,9 +220,9 @@ class Scheduler:
         while self._unused and not self.runner.fits(lengths):
             self._forget(next(iter(self._unused)))
 
-    def _start(self, entering: Sequence[tuple[SampleRequest, range]]) -> None:
+    def _start(self, entering: Sequence[tuple[SampleRequest, list[int]]]) -> None:
         """Samples first tokens; assigns a slot to every unfinished sequence."""
-        sequences = [_Sequence(request, self._prompts[request.token_ids], list(part)) for request, part in entering]
+        sequences = [_Sequence(request, self._prompts[request.prompt.token_ids], part) for request, part in entering]
         for sequence in sequences:
             sequence.prefix.users += 1
         drawn = self.runner.draw([s.prefix.handle for s in sequences], [s.draw() for s in sequences])
@@ -249,7 +238,7 @@ class Scheduler:
 
     def _count_users(self, sequence: _Sequence, children: int) -> None:
         """Updates the prefix's reference count after a fork; an unused prefix moves to the LRU cache."""
-        prefix, token_ids = sequence.prefix, sequence.request.token_ids
+        prefix, token_ids = sequence.prefix, sequence.request.prompt.token_ids
         prefix.users += children - 1
         if prefix.users:
             return
@@ -308,28 +297,32 @@ class Scheduler:
 
     def _finish(self, sequence: _Sequence) -> bool:
         """Whether the newest token ends the sequence; if so, its samples are handed to the request."""
-        request, text = sequence.request, None
-        reason: FinishReason
-        if sequence.tokens[-1] in request.params.stop_token_ids:
-            reason = "stop"
-        elif request.params.stop_strings and (text := self._text_before_stop(sequence)) is not None:
-            reason = "stop"
-        elif len(sequence.tokens) >= request.params.max_new_tokens:
-            reason = "length"
-        else:
+        request, params = sequence.request, sequence.request.params
+        text = None
+        stopped = sequence.tokens[-1] in params.stop_token_ids
+        if not stopped and params.stop_strings:
+            text = cut_at_stop(self._text(sequence), params.stop_strings)
+            stopped = text is not None
+        if not stopped and len(sequence.tokens) < params.max_new_tokens:
             return False
         if text is None:
             text = self._text(sequence)
         token_ids, logprobs, spans = tuple(sequence.tokens), tuple(sequence.logprobs), sequence.spans()
         for sample in sequence.samples:
-            request.on_finish(Sampled(sample, token_ids, logprobs, reason, text, spans))
+            completion = Completion(
+                prompt_id=request.prompt.id,
+                draw=request.prompt.draw,
+                sample=sample,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                finish_reason="stop" if stopped else "length",
+                seed_key=request.keys[sample],
+                revision=sequence.revisions[0][0],
+                text=text,
+                spans=spans if len(spans) > 1 else (),
+            )
+            request.on_finish(completion)
         return True
 
     def _text(self, sequence: _Sequence) -> str:
         return self.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
-
-    def _text_before_stop(self, sequence: _Sequence) -> str | None:
-        """The text before the first stop string, or None when there is none yet."""
-        text = self._text(sequence)
-        found = [i for i in (text.find(s) for s in sequence.request.params.stop_strings) if i >= 0]
-        return text[: min(found)] if found else None

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from tinyllm.config.sections import GRPOConfig
-from tinyllm.engine.kv_cache import CacheShape
 from tinyllm.engine.policy import Policy
 from tinyllm.errors import ModelError, RunError
 from tinyllm.model import models
-from tinyllm.model.memory import MemoryEstimate, available_memory, gib, keep_freed_memory, memory_estimate
+from tinyllm.model.memory import MemoryEstimate, available_memory, gib, keep_freed_memory, memory_estimate, model_shape
 from tinyllm.record.metrics import held_out_score, score_kind
 from tinyllm.record.rundir import MANIFEST, RunDir
 from tinyllm.records import Revision
@@ -103,9 +102,10 @@ def load_policy(subject: ModelRef, dtype: str, device: str, *, samples: int, cac
 def _require_room(subject: ModelRef, dtype: torch.dtype, device: str, samples: int, cached: int) -> None:
     """Weights and cache must fit into what is free."""
     arch = models.load_config(subject.source)
-    cache = cached * CacheShape.of(arch, dtype).token_bytes
-    logits = 3 * 4 * samples * arch.get_text_config().vocab_size
-    needed = MemoryEstimate((*memory_estimate(arch, dtype).parts, ("key-value cache", cache), ("logits", logits)))
+    shape = model_shape(arch)
+    cache = cached * shape.cache_bytes(dtype.itemsize)
+    logits = 3 * 4 * samples * shape.vocabulary
+    needed = MemoryEstimate((*memory_estimate(shape, dtype).parts, ("key-value cache", cache), ("logits", logits)))
     free, total = available_memory(device)
     if needed.total > free:
         raise ModelError(

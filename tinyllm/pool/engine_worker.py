@@ -17,8 +17,8 @@ import torch
 
 from tinyllm.config.sections import LoraConfig, ModelConfig
 from tinyllm.engine.build import make_scheduler
-from tinyllm.engine.engine import CacheSize, sample_request
 from tinyllm.engine.policy import Policy
+from tinyllm.engine.scheduler import sample_request
 from tinyllm.errors import EngineError
 from tinyllm.model import models
 from tinyllm.model.memory import keep_freed_memory
@@ -32,10 +32,10 @@ THREADS = 1
 class EngineWorker:
     """Samples on the CPU, from a copy of the model in its own process; see workers.py for `work`.
 
-    seed: of the run, by which the adapters begin; cache: room for the samples that run together.
+    seed: of the run, by which the adapters begin; slots: samples that run together.
     """
 
-    def __init__(self, config: ModelConfig, lora: LoraConfig, seed: int, cache: CacheSize) -> None:
+    def __init__(self, config: ModelConfig, lora: LoraConfig, seed: int, slots: int) -> None:
         torch.set_num_threads(THREADS)
         keep_freed_memory()
         model: Any = models.load_model(config.name, config.dtype, "cpu")
@@ -44,13 +44,7 @@ class EngineWorker:
             model = models.add_lora(model, lora.rank, lora.alpha, lora.targets, seed=seed)
         self.trained = trained_parameters(model)
         self.policy = Policy(model)
-        self.scheduler = make_scheduler(
-            self.policy,
-            models.load_tokenizer(config.name),
-            max_batch=cache.slots,
-            private_blocks=cache.private_blocks,
-            shared_blocks=cache.shared_blocks,
-        )
+        self.scheduler = make_scheduler(self.policy, models.load_tokenizer(config.name), max_batch=slots)
         self.groups: dict[int, tuple[int, list[Completion]]] = {}
         """How many completions each group in flight is to have, and those that are finished."""
 

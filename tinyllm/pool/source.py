@@ -95,10 +95,10 @@ class Pool:
                 f"{self.engine.policy.device}; start servers there (tinyllm serve) and give engine.urls"
             )
         assert self.cluster is not None
-        size = self.engine.cache_size(prompts, params)
-        build = partial(EngineWorker, config.model, config.lora, config.seed, size)
+        slots = min(self.engine.max_batch, len(prompts) * params.n)
+        build = partial(EngineWorker, config.model, config.lora, config.seed, slots)
         make = partial(self.cluster.worker, build)
-        capacity = -(-size.slots // params.n)
+        capacity = -(-slots // params.n)
         deadline_s = config.engine.deadline_s
         return WorkerGroup("engine", settings.engines, make, capacity, deadline_s, takes_weights=True)
 

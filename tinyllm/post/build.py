@@ -181,7 +181,7 @@ def _engine(
     """The engine of a configuration: servers where it names some, else the policy itself."""
     if not config.engine.urls:
         engine = EmbeddedEngine(learner.policy, tokenizer, max_batch=config.sampling.max_batch)
-        engine.cache_size(prompts, params)  # refuses what does not fit, before any work
+        engine.check(prompts, params)  # refuses what does not fit, before any work
         return engine
     _tell(callbacks, "asking the servers")
     scorer = model_scorer(learner.policy, 1.0, config.train.tokens_per_microbatch)

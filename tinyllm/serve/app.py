@@ -181,7 +181,7 @@ class Service:
             handle.wake.set()
 
     def _observe(self, handle: RequestHandle, done: Finished) -> None:
-        count = len(done.sampled.token_ids)
+        count = len(done.completion.token_ids)
         self.metrics.completion_tokens.inc(count)
         self.metrics.first_token_s.observe(done.first_at - handle.arrived_at)
         if count > 1:

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyllm.engine.scheduler import Sampled
-from tinyllm.records import Revision
+from tinyllm.records import Completion, Revision
 from tinyllm.serve.fields import to_json
 from tinyllm.serve.protocol import CompletionParams
 from tinyllm.serve.text import TextStream
@@ -69,36 +68,38 @@ class ResponseWriter:
         return to_json({**self.head, "choices": choices, "usage": self.usage(done)})
 
     def _choice(self, index: int, done: Finished) -> dict[str, Any]:
-        sampled = done.sampled
-        top = done.top or [[]] * len(sampled.token_ids)
-        drawn = [Drawn(*one) for one in zip(sampled.token_ids, sampled.logprobs, top, strict=True)]
-        message = {"role": "assistant", "content": sampled.text}
-        text = {"message": message} if self.asked.chat else {"text": sampled.text}
+        completion = done.completion
+        top = done.top or [[]] * len(completion.token_ids)
+        drawn = [Drawn(*one) for one in zip(completion.token_ids, completion.logprobs, top, strict=True)]
+        message = {"role": "assistant", "content": completion.text}
+        text = {"message": message} if self.asked.chat else {"text": completion.text}
         logprobs = self.logprobs(drawn, 0)[0] if self.asked.logprobs else None
         return {"index": index, **text, "logprobs": logprobs, **self.rest(index, drawn, done, True)}
 
     def rest(self, index: int, drawn: Sequence[Drawn], done: Finished | None, first: bool) -> dict[str, Any]:
         """The fields that whole choices and chunks share; first: whether the prompt's ids belong to this chunk."""
-        fields: dict[str, Any] = {"finish_reason": done.sampled.finish_reason if done else None}
+        fields: dict[str, Any] = {"finish_reason": done.completion.finish_reason if done else None}
         if self.asked.return_token_ids:
             fields["token_ids"] = [d.token for d in drawn]
             if first:
                 fields["prompt_token_ids"] = self.prompt(index)
-        return fields | (self.versions(done.sampled) if done else {})
+        return fields | (self.versions(done.completion) if done else {})
 
     def prompt(self, index: int) -> tuple[int, ...]:
         return self.prompts[index // self.asked.n]
 
-    def versions(self, sampled: Sampled) -> dict[str, Any]:
+    def versions(self, completion: Completion) -> dict[str, Any]:
         spans = [
-            {"version": self.label(s.revision), "start": s.start, "end": s.end} for s in sampled.spans if s.revision
+            {"version": self.label(s.revision), "start": s.start, "end": s.end}
+            for s in completion.all_spans
+            if s.revision
         ]
         return {"weight_versions": spans}
 
     def usage(self, done: dict[int, Finished]) -> dict[str, int]:
         """Each prompt counts once; the stop token counts."""
         prompt = sum(map(len, self.prompts))
-        completion = sum(len(d.sampled.token_ids) for d in done.values())
+        completion = sum(len(d.completion.token_ids) for d in done.values())
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     # -- in chunks ------------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class _ChoiceStream:
             if not text and not asked.return_token_ids and not asked.logprobs:
                 return None
         else:
-            text = self.text.finish(done.sampled.text)
+            text = self.text.finish(done.completion.text)
         choice: dict[str, Any] = {"index": self.index}
         if asked.chat:
             delta: dict[str, Any] = {"content": text} if text or done is None else {}

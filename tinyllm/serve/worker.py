@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tinyllm.engine.scheduler import Sampled, SampleRequest, Scheduler
+from tinyllm.engine.scheduler import SampleRequest, Scheduler
 from tinyllm.errors import EngineError
-from tinyllm.records import Revision, SamplingParams
+from tinyllm.records import Completion, Prompt, Revision, SamplingParams
 from tinyllm.serve.fields import APIError
 from tinyllm.serve.protocol import CompletionParams
 
@@ -42,7 +42,7 @@ class Drawn(NamedTuple):
 class Finished:
     """A choice that is finished."""
 
-    sampled: Sampled
+    completion: Completion
     top: list[Top]
     """The likeliest tokens at each position, where the request asks for them."""
     first_at: float
@@ -104,9 +104,10 @@ class _Sink:
         if self.handle.asked.stream:
             self.worker.outbox.append((self.handle, (self.first + sample, Drawn(token, logprob, top))))
 
-    def on_finish(self, sampled: Sampled) -> None:
-        done = Finished(sampled, self.top[sampled.sample], self.first_at[sampled.sample], time.monotonic())
-        self.worker.outbox.append((self.handle, (self.first + sampled.sample, done)))
+    def on_finish(self, completion: Completion) -> None:
+        sample = completion.sample
+        done = Finished(completion, self.top[sample], self.first_at[sample], time.monotonic())
+        self.worker.outbox.append((self.handle, (self.first + sample, done)))
         self.left -= 1
         if not self.left:
             self.worker.forget(self.handle)
@@ -270,9 +271,10 @@ class EngineThread:
         for number, (ids, params) in enumerate(zip(handle.prompts, handle.params, strict=True)):
             first = number * asked.n
             sink = _Sink(self, handle, first)
-            keys = asked.keys[first : first + asked.n]
+            keys = dict(enumerate(asked.keys[first : first + asked.n]))
             name = f"{id(handle)}/{number}"
-            jobs.append(SampleRequest(name, ids, params, keys, sink.on_finish, sink.on_token, asked.top_logprobs))
+            prompt = Prompt(name, ids, "")
+            jobs.append(SampleRequest(name, prompt, params, keys, sink.on_finish, sink.on_token, asked.top_logprobs))
         handle.jobs = tuple(jobs)
         self._handles[handle] = len(jobs)
         for job in jobs:
