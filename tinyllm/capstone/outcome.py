@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm import stats
-from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, Rows
+from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, CapstoneRows
 from tinyllm.capstone.stages import MAX_NEW_TOKENS, CapstonePlan, Stage
 from tinyllm.evals.run import evaluate
 from tinyllm.evals.view import estimate, percent
@@ -28,7 +28,7 @@ SHOWN = 8
 
 
 def evaluate_stages(
-    plan: CapstonePlan, stages: Sequence[Stage], rows: Rows, out: Path, on_phase: Callable[[str], None]
+    plan: CapstonePlan, stages: Sequence[Stage], rows: CapstoneRows, out: Path, on_phase: Callable[[str], None]
 ) -> dict[str, Any]:
     """Evaluate base, SFT, DPO and GRPO on both suites, greedily; the last stage is compared with each before it.
 

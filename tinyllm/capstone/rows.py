@@ -23,7 +23,7 @@ SHIFTED_WORDS = {"+": "How much is {a} plus {b}?", "-": "Take {b} away from {a}.
 
 
 @dataclass(frozen=True)
-class Rows:
+class CapstoneRows:
     """Files of rows, in one folder."""
 
     examples: Path
@@ -35,7 +35,7 @@ class Rows:
     """Three-digit numbers, in other words than those of training."""
 
 
-def write_rows(folder: Path, seed: int, examples: int, prompts: int, shifted: int) -> Rows:
+def write_rows(folder: Path, seed: int, examples: int, prompts: int, shifted: int) -> CapstoneRows:
     """Write the four files. The suites are the same for every seed; the training rows, half of them sums, are not."""
     two_digits = arithmetic.ArithmeticConfig(operators=("+", "-"), operands=(10, 99), held_out=HELD_OUT)
     train, held_out = arithmetic.generate(two_digits)
@@ -43,7 +43,7 @@ def write_rows(folder: Path, seed: int, examples: int, prompts: int, shifted: in
     random.Random(seed).shuffle(train)
     sums, differences = ([row for row in train if f" {operator} " in row["prompt"]] for operator in "+-")
     train = [row for pair in zip(sums, differences, strict=False) for row in pair]  # differences are rarer and harder
-    rows = Rows(*(folder / f"{name}.jsonl" for name in ("examples", "prompts", "held_out", "shifted")))
+    rows = CapstoneRows(*(folder / f"{name}.jsonl" for name in ("examples", "prompts", "held_out", "shifted")))
     _write(rows.examples, [{**row, "completion": worked(row["prompt"])} for row in train[:examples]])
     _write(rows.prompts, train[examples : examples + prompts])
     _write(rows.held_out, held_out)

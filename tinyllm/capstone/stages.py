@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.callbacks import Callback
-from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, Rows
+from tinyllm.capstone.rows import SYSTEM_PROMPT, VERIFIER, CapstoneRows
 from tinyllm.config.io import make_config
 from tinyllm.config.sections import Config, DPOConfig, GRPOConfig, SFTConfig
 from tinyllm.post.run import resume, train
@@ -70,7 +70,7 @@ class Stage:
         return bool(run.metrics("train")) and run.metrics("train")[-1]["step"] == run.config.train.steps
 
 
-def stages(plan: CapstonePlan, rows: Rows, out: Path) -> list[Stage]:
+def stages(plan: CapstonePlan, rows: CapstoneRows, out: Path) -> list[Stage]:
     """The runs, in order; each starts from the model of a run before it."""
 
     def stage(name: str, defaults: Config, start: str | Path, **options: Any) -> Stage:

@@ -27,7 +27,7 @@ COMPLETION_COLUMNS = ("completion", "text", "response", "output")
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredRow:
     """One row of a file with its verdict."""
 
     place: str
@@ -76,7 +76,7 @@ def probe_main(given: ProbeArguments, options: Mapping[str, Any]) -> int:
     return 1 if paying else 0
 
 
-def score_file(file: str, reward: RewardConfig, columns: Mapping[str, str] | None = None) -> list[Scored]:
+def score_file(file: str, reward: RewardConfig, columns: Mapping[str, str] | None = None) -> list[ScoredRow]:
     """Score every row of a file; rows whose gold cannot be used come back unscored with the reason.
 
     Raises DataError (file, rows, missing columns) and RewardError (the verifier).
@@ -93,7 +93,7 @@ def score_file(file: str, reward: RewardConfig, columns: Mapping[str, str] | Non
     with _judge(reward, [column for column in rows[0][1] if column != "prompt"]) as judge:
         verdicts = judge(prompts, completions).verdicts
     return [
-        Scored(place, row, text, verdict) for (place, row), text, verdict in zip(rows, texts, verdicts, strict=True)
+        ScoredRow(place, row, text, verdict) for (place, row), text, verdict in zip(rows, texts, verdicts, strict=True)
     ]
 
 
@@ -119,7 +119,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def explain(item: Scored, verifiers: Sequence[Verifier]) -> str:
+def explain(item: ScoredRow, verifiers: Sequence[Verifier]) -> str:
     """One line: place, value, answer, parts, and why there is no answer."""
     verdict = item.verdict
     value = "unscored" if verdict.value is None else f"{verdict.value:g}"
@@ -195,7 +195,7 @@ def _task_rows(file: str | None, columns: Mapping[str, str]) -> list[tuple[str, 
     return [(repr(row["prompt"]), row) for row in generate(ArithmeticConfig())[1]]
 
 
-def _write(path: Path, scored: Sequence[Scored]) -> None:
+def _write(path: Path, scored: Sequence[ScoredRow]) -> None:
     rows = [
         {"place": item.place}
         | {name: getattr(item.verdict, name) for name in ("value", "reason", "answer")}

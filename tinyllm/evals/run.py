@@ -240,7 +240,7 @@ class _Evaluation:
             client = _load_engine(subject, self.config.machine, tokenizer, room)
             params = replace(params, stop_token_ids=models.stop_token_ids(tokenizer, client.policy.causal))
             for prompts in by_task:
-                client.cache_size(prompts, params)  # refuses what does not fit, before any work
+                client.check(prompts, params)  # refuses what does not fit, before any work
         judged = []
         for task, prompts, verify in zip(self.tasks, by_task, self.verifies, strict=True):
             judged.append(self._judge(f"{subject.name} on {task.name}", client, prompts, params, verify))

@@ -232,7 +232,8 @@ def _kill(worker: _Worker) -> int:
     worker.process.wait()
     for stream in (worker.process.stdin, worker.process.stdout):
         with suppress(BrokenPipeError):
-            stream.close()  # type: ignore[union-attr]  both are pipes
+            assert stream is not None
+            stream.close()
     return worker.process.returncode if code is None else code
 
 

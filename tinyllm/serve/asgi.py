@@ -16,7 +16,7 @@ from tinyllm.serve.access import Access
 from tinyllm.serve.fields import APIError, to_json
 from tinyllm.serve.metrics import Metrics
 from tinyllm.serve.responses import ResponseWriter, event
-from tinyllm.serve.worker import Drawn, Finished, RequestHandle
+from tinyllm.serve.worker import DrawnToken, Finished, RequestHandle
 
 if TYPE_CHECKING:
     from tinyllm.serve.app import Service
@@ -151,12 +151,12 @@ class StreamingResponse:
         handle = self.handle
         return handle.left or handle.failed is not None or len(self.done) == handle.choices
 
-    async def _events(self) -> dict[int, list[Drawn]]:
+    async def _events(self) -> dict[int, list[DrawnToken]]:
         """Wait for the engine; returns the new tokens of each choice, and adds finished choices to `done`."""
         handle = self.handle
         await handle.wake.wait()
         handle.wake.clear()
-        drawn: dict[int, list[Drawn]] = {}
+        drawn: dict[int, list[DrawnToken]] = {}
         for choice, what in handle.events:
             tokens = drawn.setdefault(choice, [])
             if isinstance(what, Finished):

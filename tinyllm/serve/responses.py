@@ -16,7 +16,7 @@ from tinyllm.records import Completion, Revision
 from tinyllm.serve.fields import to_json
 from tinyllm.serve.protocol import CompletionParams
 from tinyllm.serve.text import TextStream
-from tinyllm.serve.worker import Drawn, Finished
+from tinyllm.serve.worker import DrawnToken, Finished
 
 DONE = b"data: [DONE]\n\n"
 
@@ -70,13 +70,14 @@ class ResponseWriter:
     def _choice(self, index: int, done: Finished) -> dict[str, Any]:
         completion = done.completion
         top = done.top or [[]] * len(completion.token_ids)
-        drawn = [Drawn(*one) for one in zip(completion.token_ids, completion.logprobs, top, strict=True)]
+        logprobs = [x for x in completion.logprobs if x is not None]  # all of them: no token was given
+        drawn = [DrawnToken(*one) for one in zip(completion.token_ids, logprobs, top, strict=True)]
         message = {"role": "assistant", "content": completion.text}
         text = {"message": message} if self.asked.chat else {"text": completion.text}
-        logprobs = self.logprobs(drawn, 0)[0] if self.asked.logprobs else None
-        return {"index": index, **text, "logprobs": logprobs, **self.rest(index, drawn, done, True)}
+        shown = self.logprobs(drawn, 0)[0] if self.asked.logprobs else None
+        return {"index": index, **text, "logprobs": shown, **self.rest(index, drawn, done, True)}
 
-    def rest(self, index: int, drawn: Sequence[Drawn], done: Finished | None, first: bool) -> dict[str, Any]:
+    def rest(self, index: int, drawn: Sequence[DrawnToken], done: Finished | None, first: bool) -> dict[str, Any]:
         """The fields that whole choices and chunks share; first: whether the prompt's ids belong to this chunk."""
         fields: dict[str, Any] = {"finish_reason": done.completion.finish_reason if done else None}
         if self.asked.return_token_ids:
@@ -104,7 +105,7 @@ class ResponseWriter:
 
     # -- in chunks ------------------------------------------------------------------------------------------------
 
-    def chunk(self, index: int, drawn: Sequence[Drawn], done: Finished | None) -> bytes:
+    def chunk(self, index: int, drawn: Sequence[DrawnToken], done: Finished | None) -> bytes:
         """The chunk of further tokens of a choice, and perhaps its end; empty while all its text is held back."""
         stream = self._streams.get(index)
         if stream is None:
@@ -119,7 +120,7 @@ class ResponseWriter:
 
     # -- log-probabilities ----------------------------------------------------------------------------------------
 
-    def logprobs(self, drawn: Sequence[Drawn], offset: int) -> tuple[dict[str, Any], int]:
+    def logprobs(self, drawn: Sequence[DrawnToken], offset: int) -> tuple[dict[str, Any], int]:
         """The logprobs block of these tokens, and where in the text the next token begins."""
         if self.asked.chat:
             content = [
@@ -165,7 +166,7 @@ class _ChoiceStream:
         self.offset = 0
         self.begun = False
 
-    def next(self, drawn: Sequence[Drawn], done: Finished | None) -> dict[str, Any] | None:
+    def next(self, drawn: Sequence[DrawnToken], done: Finished | None) -> dict[str, Any] | None:
         asked = self.writer.asked
         if done is None:
             text = self.text.push([d.token for d in drawn])

@@ -30,7 +30,7 @@ from tinyllm.serve.protocol import CompletionParams
 Top = list[tuple[int, float]]
 
 
-class Drawn(NamedTuple):
+class DrawnToken(NamedTuple):
     """A token of a choice, as it is drawn."""
 
     token: int
@@ -50,7 +50,7 @@ class Finished:
     last_at: float
 
 
-Event = tuple[int, Drawn | Finished]
+Event = tuple[int, DrawnToken | Finished]
 """(choice, what happened)"""
 
 
@@ -102,7 +102,7 @@ class _Sink:
             top = [(other, value) for other, value in top if value > -math.inf]  # top-k may leave fewer than asked for
             self.top[sample].append(top)
         if self.handle.asked.stream:
-            self.worker.outbox.append((self.handle, (self.first + sample, Drawn(token, logprob, top))))
+            self.worker.outbox.append((self.handle, (self.first + sample, DrawnToken(token, logprob, top))))
 
     def on_finish(self, completion: Completion) -> None:
         sample = completion.sample

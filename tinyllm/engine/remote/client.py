@@ -25,7 +25,7 @@ from tinyllm.engine.remote.http import (
     InvalidResponse,
     RequestFailed,
     RetryPolicy,
-    Run,
+    RunRequests,
     api_key,
     gather,
     retry,
@@ -61,7 +61,7 @@ class HTTPRolloutClient:
         tokenizer: Any = None,
         vocab_size: int = 2**31,
         max_lag: int = 0,
-        run: Run = run,
+        run: RunRequests = run,
     ) -> None:
         assert max_concurrent >= 1, max_concurrent
         self.max_concurrent, self.retry_policy = max_concurrent, retry_policy or RetryPolicy()

@@ -229,7 +229,7 @@ class Portal:
         self._loop.close()
 
 
-class Run(Protocol):
+class RunRequests(Protocol):
     """Runs work(http) to its result: the function `run`, or the method `run` of a portal that stays."""
 
     def __call__(self, work: Callable[[Http], Coroutine[Any, Any, T]], /) -> T: ...

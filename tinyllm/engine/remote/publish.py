@@ -27,7 +27,7 @@ from tinyllm.engine.remote.http import (
     InvalidResponse,
     RequestFailed,
     RetryPolicy,
-    Run,
+    RunRequests,
     admin_key,
     gather,
     retry,
@@ -139,7 +139,7 @@ class Publisher:
         folder: Path,
         canary: Canary,
         retry_policy: RetryPolicy,
-        run: Run = run,
+        run: RunRequests = run,
     ) -> None:
         self.servers, self.transfer, self.folder, self.canary = servers, transfer, folder, canary
         self.retry_policy, self._run = retry_policy, run
