@@ -47,12 +47,16 @@ class RewardJudge:
         pairs = [
             (by_key[completions[place].prompt_id, completions[place].draw], completions[place]) for place in places
         ]
+        far = [part for part in self.parts if part.in_worker]
         with self._one_call:
-            columns = self._columns(pairs, step)
-        verdicts = [_not_sampled(completion) for completion in completions]
-        for place, row in zip(places, zip(*(column.verdicts for column in columns), strict=True), strict=True):
-            verdicts[place] = combined(self.parts, row, self.combine)
-        return Judged(tuple(verdicts), _joined([column.logged for column in columns], places, len(completions)))
+            remote = iter(self._remote(far, pairs, step) if far else [])
+            columns = [next(remote) if part.in_worker else self._local(part, pairs, step) for part in self.parts]
+        rows = zip(*(column.verdicts for column in columns), strict=True)
+        verdicts = {place: combined(self.parts, row, self.combine) for place, row in zip(places, rows, strict=True)}
+        return Judged(
+            tuple(verdicts[place] if place in verdicts else _not_sampled(c) for place, c in enumerate(completions)),
+            _joined([column.logged for column in columns], places, len(completions)),
+        )
 
     def describe(self) -> dict[str, Any]:
         """For the manifest of a run: each part's name, weight and settings, and the sandbox that code runs in."""
@@ -75,12 +79,8 @@ class RewardJudge:
             elif not isinstance(part.judge, Verifier):
                 functions.check_columns(part.judge, part.name, columns)
 
-    def _columns(self, pairs: Sequence[Pair], step: int) -> list[Judged]:
-        """The verdicts of each part on all completions, and what the part logged."""
-        remote = iter(self._remote([part for part in self.parts if part.in_worker], pairs, step))
-        return [next(remote) if part.in_worker else self._local(part, pairs, step) for part in self.parts]
-
     def _local(self, part: RewardPart, pairs: Sequence[Pair], step: int) -> Judged:
+        """The verdicts of a part of this process on all completions, and what the part logged."""
         judge = part.judge
         if isinstance(judge, Verifier):
             return Judged(tuple(_cut(judge, done) or verify(judge, prompt.row, done.text) for prompt, done in pairs))
@@ -89,7 +89,7 @@ class RewardJudge:
 
     def _remote(self, parts: Sequence[RewardPart], pairs: Sequence[Pair], step: int) -> list[Judged]:
         """The same for the parts in worker processes, all at once."""
-        if not parts or not pairs:
+        if not pairs:
             return [Judged(()) for _ in parts]
         assert self.pool
         jobs: list[VerifyTask] = []
