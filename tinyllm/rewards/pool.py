@@ -231,8 +231,9 @@ def _kill(worker: _Worker) -> int:
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
     for stream in (worker.process.stdin, worker.process.stdout):
+        assert stream is not None
         with suppress(BrokenPipeError):
-            stream.close()  # type: ignore[union-attr]  both are pipes
+            stream.close()
     return worker.process.returncode if code is None else code
 
 
