@@ -231,6 +231,7 @@ def _kill(worker: _Worker) -> int:
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
     for stream in (worker.process.stdin, worker.process.stdout):
+        assert stream is not None
         with suppress(BrokenPipeError):
             assert stream is not None
             stream.close()
