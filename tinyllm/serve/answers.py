@@ -77,7 +77,8 @@ class AnswerWriter:
         logprobs = None
         if self.asked.logprobs:
             top = done.top or [[]] * len(completion.token_ids)
-            drawn = [Drawn(*one) for one in zip(completion.token_ids, completion.logprobs, top, strict=True)]
+            tokens = zip(completion.token_ids, completion.logprobs, top, strict=True)
+            drawn = [Drawn(token, logprob, others) for token, logprob, others in tokens if logprob is not None]
             logprobs = self.logprobs(drawn, 0)[0]
         choice |= {"logprobs": logprobs, "finish_reason": completion.finish_reason, **self.versions(completion)}
         if self.asked.return_token_ids:
