@@ -69,7 +69,7 @@ class Side(Callback):
         keep_freed_memory()
         self.config, self.prompts = config, prompts
         if model is None:
-            model = models.load_model(config.model.name, config.model.dtype, "cpu", config=config)
+            model = models.load_model(config.model.name, config.model.dtype, "cpu")
         tokenizer = tokenizer or models.load_tokenizer(config.model.name)
         self.policy = Policy(model)
         self.policy.check()

@@ -24,6 +24,7 @@ from tinyllm.engine.policy import Policy
 from tinyllm.engine.remote.client import HTTPRolloutClient
 from tinyllm.errors import EngineError
 from tinyllm.model import models
+from tinyllm.model.bundled import bundled_model
 from tinyllm.post import run as runs
 from tinyllm.records import Prompt, SamplingParams
 
@@ -38,8 +39,7 @@ NEAR = 1e-3 if processor_dtype() == "float32" else 0.1
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    models.load_tokenizer(MODEL)  # fetches it when it is not there
-    return next(Path(m.folder) for m in models.list_models() if m.name == MODEL and m.folder)
+    return bundled_model()
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from tinyllm.config.sections import GRPOConfig, LoraConfig, ModelConfig, ObjectiveConfig
 from tinyllm.errors import ConfigError, DataError, ModelError
 from tinyllm.model import models as ours
+from tinyllm.model.bundled import SMOLLM2, cached
 from tinyllm.model.memory import available_memory, memory_estimate, native_bf16
 
 TEMPLATE = (
@@ -381,9 +382,9 @@ def test_content_hash_sees_one_bit():
 def test_the_bundled_model():
     name = "smollm2-135m-instruct"
     model, its_tokenizer = ours.load_model(name, device="cpu"), ours.load_tokenizer(name)
-    assert model.num_parameters() == ours.list_models()[0].parameters == 134_515_008
+    assert model.num_parameters() == SMOLLM2.parameters == 134_515_008
     assert ours.stop_token_ids(its_tokenizer, model) == (its_tokenizer.convert_tokens_to_ids("<|im_end|>"),)
     _, ids = ours.render(its_tokenizer, "What is the capital of France?")
     answer = model.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False)[0, len(ids) :]
     assert its_tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
-    assert ours.list_models()[0].folder is not None
+    assert cached(SMOLLM2) is not None

@@ -164,11 +164,12 @@ def _train(kind: str, given: TrainArguments, options: Options) -> int:
 
 
 def _models(given: NoArguments, options: Options) -> int:
-    from tinyllm.model.models import list_models
+    from tinyllm.model.bundled import BUNDLED, cached
 
     rows = []
-    for model in list_models():
-        where = str(model.folder) if model.folder else f"fetched when first used ({model.download_bytes / 1e6:.0f} MB)"
+    for model in BUNDLED.values():
+        folder = cached(model)
+        where = str(folder) if folder else f"fetched when first used ({model.download_bytes / 1e6:.0f} MB)"
         rows.append((model.name, f"{model.parameters / 1e6:.0f}M", model.license, f"{model.about}; {where}"))
     print(table(rows))
     print("\nAlso: any folder with a model in Hugging Face format, or any hub id, as --model.")

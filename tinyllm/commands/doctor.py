@@ -101,12 +101,11 @@ def _disk() -> MachineCheck:
 
 
 def _model() -> MachineCheck:
-    from tinyllm.model.models import list_models
+    from tinyllm.model.bundled import SMOLLM2, cached
 
-    model = list_models()[0]
-    if model.folder is not None:
-        return MachineCheck("ok", "bundled model", str(model.folder))
-    size = f"{model.download_bytes / 1e6:.0f} MB"
+    if (folder := cached(SMOLLM2)) is not None:
+        return MachineCheck("ok", "bundled model", str(folder))
+    size = f"{SMOLLM2.download_bytes / 1e6:.0f} MB"
     return MachineCheck(
         "note", "bundled model", f"not fetched yet ({size})", "fetched when first used; needs pip and a network"
     )

@@ -1,8 +1,8 @@
 """A policy trained in shards, one per rank: torch's FSDP2 (`fully_shard`) around one forward and backward pass.
 
-Each rank has two forms of the weights. The policy itself is whole: it samples, is evaluated, hashed and saved as in a
-run of one process. Beside it lie this rank's shards of fp32 masters, their gradients and the optimizer's moments; a
-pass gathers one decoder layer at a time in the policy's own type, so it computes the same bits. After a step the
+Each rank has the weights twice. The policy itself is whole: it samples, is evaluated, hashed and saved as in a run of
+one process. The sharded twin has this rank's part of the fp32 masters, their gradients and the optimizer's moments; a
+pass gathers one decoder layer at a time in the policy's own type, so the pass computes the same bits. After a step the
 masters are copied into the whole policy (`copy_to`).
 
 Gradients are summed over ranks, never averaged: the loss is divided by a denominator of the whole step.
@@ -21,15 +21,16 @@ from torch import Tensor, nn
 from tinyllm.distributed.ranks import Ranks
 from tinyllm.engine.policy import Policy
 from tinyllm.errors import ConfigError
+from tinyllm.model.memory import decoder_layers
 
 Score = Callable[[Policy, Any, float], tuple[Tensor, Tensor]]
 """(policy, targets, temperature) -> log-probabilities and entropies of the targets."""
 
 
 class Sharded(nn.Module):
-    """One pass of a policy whose parameters lie in shards: called as score is. Made by `shard`.
+    """A policy whose parameters are sharded; calling the module runs `score` with it. Made by `shard`.
 
-    It is the root of FSDP's modules, so its hooks see embedding, layers, norm and head, however score calls them.
+    The root of FSDP's modules, so that FSDP's hooks run for embedding, layers, norm and head alike.
     """
 
     def __init__(self, policy: Policy, score: Score) -> None:
@@ -42,7 +43,7 @@ class Sharded(nn.Module):
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Give a whole model of the same kind the weights as they are now. All ranks call it together."""
+        """Copies the present weights into a whole model of the same architecture. All ranks call it together."""
         own = dict(self.model.named_parameters())
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -63,7 +64,8 @@ def shard(policy: Policy, score: Score, ranks: Ranks) -> Sharded:
     rules = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     twin = Policy(copy.deepcopy(policy.model))
     root = Sharded(twin, score)
-    for module in (*decoder_layers(twin), root):  # one after the other, so that only one is whole in fp32
+    layers = decoder_layers(twin.trunk, twin.config.num_hidden_layers)
+    for module in (*layers, root):  # one after the other, so that only one is whole in fp32
         for parameter in module.parameters():
             if parameter.dtype != torch.float32:
                 parameter.data = parameter.data.float()
@@ -88,20 +90,13 @@ def _check_device(device: torch.device) -> None:
         )
 
 
-def decoder_layers(policy: Policy) -> list[nn.Module]:
-    """The layers of a policy's trunk; none where they do not lie in one list (then the model is one unit)."""
-    count = policy.config.num_hidden_layers
-    lists = [m for m in policy.trunk.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    return list(lists[0]) if lists else []
-
-
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; all of it where it is not sharded."""
+    """This rank's part of a tensor; the tensor itself where it is not sharded."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def like(whole: Tensor, target: Tensor) -> Tensor:
-    """A whole tensor as `target` lies: this rank's part of it where that is sharded."""
+    """A whole tensor sharded as `target` is; the tensor itself where `target` is not sharded."""
     if not hasattr(target, "to_local"):
         return whole
     from torch.distributed.tensor import distribute_tensor

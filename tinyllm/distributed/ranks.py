@@ -1,9 +1,9 @@
-"""The processes that train one model together: torchrun starts them, and here they meet and hand records around.
+"""The processes (ranks) that train one model together: torchrun starts them, this module connects them.
 
     torchrun --nproc-per-node 2 -m tinyllm grpo ...
 
-Without torchrun (WORLD_SIZE unset or 1) there is one rank, SOLO: nothing distributed is imported or run. What passes
-here is small (records, sums, names); weights and gradients go through fsdp.py.
+Without torchrun (WORLD_SIZE unset or 1) there is one rank, SOLO: nothing distributed is imported or run. Only small
+values are exchanged here (records, sums, names); weights and gradients go through fsdp.py.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tinyllm.errors import ConfigError, TinyLLMError
 T = TypeVar("T")
 U = TypeVar("U")
 
-PATIENCE = timedelta(hours=2)
-"""How long a rank waits for the others, who may be sampling. One that died is noticed at once, without this."""
+TIMEOUT = timedelta(hours=2)
+"""How long a rank waits for the others, which may be sampling. The end of a rank is noticed at once."""
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Timeout")
-"""What a collective says when another process has gone (gloo, the store)."""
+"""Words of the errors that a collective raises when another process has ended (gloo, the store)."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among those that train together. Every rank calls the methods in the same order."""
+    """This process's rank, and their number. Every rank calls the methods in the same order."""
 
     rank: int = 0
     count: int = 1
@@ -52,7 +52,7 @@ class Ranks:
         return values
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """What rank 0 makes of `work`, on every rank; an expected failure is raised on all of them."""
+        """The result of `work`, which rank 0 alone runs, on every rank; its TinyLLMError is raised on every rank."""
         if self.count == 1:
             return work()
         return _values(self.gather(_attempt(work) if self.is_main else None)[:1])[0]
@@ -89,7 +89,7 @@ def _values(outcomes: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def current_ranks() -> Ranks:
-    """The ranks this process belongs to, joined at the first call. Raises ConfigError for half an environment."""
+    """The ranks this process belongs to, joined at the first call. Raises ConfigError where variables are missing."""
     if not several():
         return SOLO
     count, rank, local = _number("WORLD_SIZE"), _number("RANK"), _number("LOCAL_RANK")
@@ -102,7 +102,7 @@ def current_ranks() -> Ranks:
             torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         store = distributed.PrefixStore("ranks", _store())
-        distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=TIMEOUT)
         atexit.register(_leave)
     if rank:
         logging.getLogger("tinyllm").setLevel(logging.ERROR)  # rank 0 warns for all
@@ -112,7 +112,7 @@ def current_ranks() -> Ranks:
 def _leave() -> None:
     from torch import distributed
 
-    with suppress(Exception):  # the others may have gone already, which is why we go
+    with suppress(Exception):  # the other ranks may have ended first
         distributed.destroy_process_group()
 
 
@@ -147,19 +147,19 @@ def several() -> bool:
 
 
 def claim_report() -> bool:
-    """Whether this process tells of its failure: the first rank that fails does, so that it is told once."""
+    """Whether this process reports its failure: only the first rank that fails does, so that it is reported once."""
     if not several():
         return True
     try:
         return _store().add("failed", 1) == 1
     except TinyLLMError:
-        return True  # not started by torchrun: nobody else can be asked
-    except Exception:  # noqa: BLE001 - whoever held the store has gone
+        return True  # without torchrun there is no store to ask
+    except Exception:  # noqa: BLE001 - the process that held the store has ended
         return os.environ.get("RANK") == "0"
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether a collective failed because another rank has gone."""
+    """Whether a collective failed because another rank has ended."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & {"DistError", "DistNetworkError", "DistStoreError"}) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)

@@ -1,7 +1,7 @@
 """The run directory of a run on several ranks: rank 0 writes it, the others read it, all save their shards.
 
-It must lie where every rank sees it. A checkpoint has one safetensors file per rank, written by torch's distributed
-checkpointing; any number of ranks, or one process, can go on from it.
+The directory must be on storage that every rank sees. A checkpoint has one safetensors file per rank, written by
+torch's distributed checkpointing; any number of ranks, or one process, can resume from it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SharedCheckpoints(Checkpoints):
 
 
 class Follower(RunDir):
-    """The run directory as ranks other than 0 have it: they read it, and leave the writing to rank 0."""
+    """The run directory on ranks other than 0, which read it and leave the writing to rank 0."""
 
     def record(self, *_: Any, **__: Any) -> None:
         """Rank 0 records the groups of all ranks."""
@@ -69,7 +69,7 @@ class Follower(RunDir):
         """Rank 0 logs its own."""
 
     def _writable(self) -> None:
-        """Its part of a checkpoint is all it writes."""
+        """Nothing to check: these ranks write only their shards of checkpoints."""
 
 
 def shared_run(ranks: Ranks, make: Callable[[], RunDir]) -> RunDir:

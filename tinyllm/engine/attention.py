@@ -1,8 +1,8 @@
 """Attention whose numbers do not depend on what else is in the batch.
 
-Registered with transformers under the name "tinyllm". A forward pass brings an attention plan, which says who attends
-to what, as the keyword `attention_plan`: PackedPlan here (training and prefill) or DecodePlan of kv_cache.py. Both use
-the same arithmetic:
+Registered with transformers under the name "tinyllm". A forward pass gets an attention plan, which says which keys each
+query sees, as the keyword `attention_plan`: PackedPlan here (training and prefill) or DecodePlan of kv_cache.py. Both
+plans use the same arithmetic:
 
     s = scaling q k^T in fp32 (softcap, masked to -inf);  m = max s;  p = exp(s - m)
     out = (sum over blocks of 64 keys, in order, of p_block V_block) / (the same sum of p_block)
@@ -43,7 +43,7 @@ class ScoreRule:
 
     scaling: float
     window: int | None = None
-    """Keys that a query sees, itself included; None: all before it."""
+    """How many keys a query sees, its own included; None: all keys up to its own."""
     softcap: float | None = None
     """Scores s become softcap tanh(s / softcap)."""
     sink: Tensor | None = None
@@ -51,7 +51,7 @@ class ScoreRule:
 
 
 class AttentionPlan(Protocol):
-    """Who attends to what in one forward pass."""
+    """Which keys each query sees in one forward pass."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         """q [N, H, D], k and v [N, K, D] of the row that the model computes -> [N, H, D] fp32."""
@@ -59,7 +59,7 @@ class AttentionPlan(Protocol):
 
 
 def attach(model: PreTrainedModel) -> None:
-    """Make `model` use this attention; raises ModelError, naming the reason, when it needs one we do not honour."""
+    """Makes `model` use this attention. Raises ModelError, with the reason, for one that needs another feature."""
     reason = unsupported(model)
     if reason:
         raise ModelError(
@@ -88,7 +88,7 @@ def unsupported(model: PreTrainedModel) -> str | None:
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """transformers' hook that makes masks: the plan has them."""
+    """transformers' mask function. It makes no mask: the attention plan has its own."""
 
 
 def _forward(

@@ -26,7 +26,7 @@ class EmbeddedEngine(Engine):
         self.revision = START
 
     def publish(self, revision: Revision) -> None:
-        """The weights now are those of `revision`. Nothing is copied and nothing is cached between calls."""
+        """The weights are now those of `revision`. Nothing is copied, and no cache outlives a call of `sample`."""
         self.revision = revision
 
     def facts(self) -> Mapping[str, Any]:
@@ -37,7 +37,7 @@ class EmbeddedEngine(Engine):
         """Nothing to let go of: the cache lives as long as a call of `sample`."""
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """params.n completions of every prompt, prompt after prompt. EngineError before any work if one cannot fit."""
+        """params.n completions of every prompt, prompt after prompt. Raises EngineError where `check` does."""
         self.check(prompts, params)
         if not prompts:
             return []

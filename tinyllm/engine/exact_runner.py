@@ -1,6 +1,6 @@
-"""The runner whose bits are the trainer's: `prefill` and `decode` in the arithmetic of attention.py, on any device.
+"""The runner that gives the trainer's bits: `prefill` and `decode` in the arithmetic of attention.py, on any device.
 
-Memory grows with what is asked for, and the shapes of a step are those of the running sequences.
+The cache grows with the requests, and the tensors of a decode step have one row per running sequence.
 
 Legend: n rows (running sequences, padded to a multiple of 4), V vocabulary.
 """
@@ -29,9 +29,9 @@ class _Computed:
 
     length: int
     full: tuple[int, ...]
-    """Shared blocks, each full."""
+    """Numbers of its full shared blocks."""
     tail: int
-    """The shared block of the rest, less than a block."""
+    """Number of the shared block that holds its last tokens, fewer than 64."""
     hidden: Tensor
     """[hidden size], of the last token."""
 
@@ -41,7 +41,7 @@ class _Computed:
 
 
 class ExactRunner:
-    """A `Runner` over a policy, with so many slots."""
+    """A `Runner` that computes with the weights of a policy."""
 
     def __init__(self, policy: Policy, slots: int) -> None:
         self.policy = policy
@@ -79,8 +79,8 @@ class ExactRunner:
         if not starts:
             return
         computed = [self._computed[start.prefix] for start in starts]
-        # As for a prompt that leaves no room in its last block, so that requests of equal length seldom grow the cache.
-        self.cache.grow_private(-(-(BLOCK - 1 + max(start.max_new_tokens for start in starts)) // BLOCK))
+        longest = max(c.length % BLOCK + start.max_new_tokens for c, start in zip(computed, starts, strict=True))
+        self.cache.grow_private(-(-longest // BLOCK))
         self.cache.fill_slots([(c.tail, start.slot) for c, start in zip(computed, starts, strict=True)])
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class ExactRunner:
 
 
 def _draw_alike(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """Draws whose parameters of the distribution are equal; logits [len(draws), V]."""
+    """Draws of equal temperature, top-k, top-p and min-p; logits [len(draws), V]."""
     params = draws[0].params
     logits = restrict(scale_logits(logits, params.temperature), params)
     width = max(len(one.uniforms) for one in draws)

@@ -39,7 +39,7 @@ class Targets:
 
 
 class Scored(NamedTuple):
-    """A completion of a prompt, with those of its tokens that are scored."""
+    """A completion of a prompt, and which of its tokens are scored."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
@@ -48,18 +48,18 @@ class Scored(NamedTuple):
 
     @classmethod
     def of(cls, prompt: Prompt, completion: Completion) -> Scored:
-        """The sampled tokens of a completion: those that the environment gave are read and not scored."""
+        """A completion whose sampled tokens are scored; tokens that the environment gave are context only."""
         positions = tuple(t for t, sampled in enumerate(completion.sampled) if sampled)
         return cls(prompt.token_ids, completion.token_ids, positions)
 
     @property
     def targets(self) -> Sequence[int]:
-        """The positions, also where they are all."""
+        """Places of the scored tokens, also where `positions` is None."""
         return range(len(self.completion)) if self.positions is None else self.positions
 
 
 Scorable: TypeAlias = Scored | tuple[Sequence[int], Sequence[int]]
-"""What is scored: a plain (prompt ids, completion ids) pair stands for the whole completion."""
+"""A plain (prompt ids, completion ids) pair stands for a `Scored` of all completion tokens."""
 
 
 def pack_targets(sequences: Sequence[Scorable], device: torch.device | str) -> Targets:

@@ -1,9 +1,9 @@
 """The KV cache of the sampler, and the attention of a decode step over it.
 
-A block has the keys and values of 64 tokens. The shared blocks of a computed prompt exist once, and the full ones are
-read by every running sequence that continues it. A running sequence has a slot of private blocks: the first begins with
-a copy of the prompt's last, partial block, and the sequence's own tokens follow. Slots 0 .. n-1 run, so a decode step
-reads them as views. Blocks are aligned to the sequence's start, as in training.
+A block holds the keys and values of 64 tokens. A computed prompt has shared blocks, which exist once; every running
+sequence that continues the prompt reads the full ones. A running sequence has a slot of private blocks: the first block
+begins with a copy of the prompt's last, partial block, and the sequence's own tokens follow. Slots 0 .. n-1 run, so a
+decode step reads them as views. Blocks are aligned to the sequence's start, as in training.
 
 Legend: n running sequences, S slots, K key heads, R query heads per key head, D head dimension, J private blocks of a
 slot, U prompts with full shared blocks, C full shared blocks of the longest of them.
@@ -24,7 +24,7 @@ from tinyllm.engine.packing import BLOCK, ROWS, round_up
 class KVCache:
     """Keys and values: private [2, layers, J, S, K, 64, D] by slot, shared [2, layers, blocks, K, 64, D].
 
-    No block is there at first; both parts grow to what is asked for.
+    A new cache has no blocks; both parts grow when a request needs more.
     """
 
     def __init__(self, config: PretrainedConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,18 +36,18 @@ class KVCache:
         self.free_shared: list[int] = []
 
     def grow_private(self, blocks: int) -> None:
-        """At least so many private blocks in every slot."""
+        """Gives every slot at least `blocks` private blocks."""
         if blocks > self.private.shape[2]:
             self.private = _grown(self.private, blocks)
 
     def grow_shared(self, blocks: int) -> None:
-        """At least so many more shared blocks; their number doubles, so that this is rare."""
+        """Adds at least `blocks` shared blocks, and at least doubles their number, so that growing is rare."""
         have = self.shared.shape[2]
         self.shared = _grown(self.shared, have + max(blocks, have))
         self.free_shared += range(have, self.shared.shape[2])
 
     def take_shared(self, blocks: int) -> list[int]:
-        """So many free shared blocks, which are no longer free; more are made where there are too few."""
+        """Takes `blocks` of the free shared blocks; grows the cache where there are too few."""
         if len(self.free_shared) < blocks:
             self.grow_shared(blocks)
         return [self.free_shared.pop() for _ in range(blocks)]
@@ -55,7 +55,7 @@ class KVCache:
     def store(self, kept: Mapping[int, tuple[Tensor, Tensor]], prompts: Sequence[tuple[list[int], list[int]]]) -> None:
         """Copies prefilled keys and values into shared blocks.
 
-        kept: layer -> (k, v), [N, K, D] each; prompts: (blocks, trie nodes of its tokens), the last block partial.
+        kept: layer -> (k, v), [N, K, D] each; prompts: (blocks, trie nodes) of each prompt, the last block partial.
         """
         nodes: list[list[int]] = []
         blocks: list[int] = []
@@ -69,7 +69,7 @@ class KVCache:
                 self.shared[which, layer, index] = x[rows].transpose(1, 2)
 
     def fill_slots(self, starts: Sequence[tuple[int, int]]) -> None:
-        """Begins slots with the partial block of their prompt: (shared block, slot)."""
+        """Copies partial blocks of prompts to the begin of slots; starts: (shared block, slot) pairs."""
         if starts:
             blocks, slots = torch.tensor(starts, device=self.private.device).T
             self.private[:, :, 0, slots] = self.shared[:, :, blocks]
@@ -82,7 +82,7 @@ class KVCache:
 
 
 def _grown(x: Tensor, blocks: int) -> Tensor:
-    """The same content in a tensor of so many blocks along dimension 2."""
+    """A copy of x with more blocks along dimension 2, zero at first."""
     # Zeros, not empty: a masked entry has weight 0, and 0 x NaN would not be 0.
     grown = x.new_zeros(*x.shape[:2], blocks, *x.shape[3:])
     grown[:, :, : x.shape[2]] = x
@@ -100,41 +100,36 @@ class DecodePlan:
         in_slot = position - n_shared * BLOCK  # position within the slot
         self.slots, self.block, self.offset = torch.arange(self.n, device=device), in_slot // BLOCK, in_slot % BLOCK
         self.private_blocks = int(self.block.max()) + 1
-        prompts = {blocks: u for u, blocks in enumerate(dict.fromkeys(s for s in shared if s))}
+        of_prompt: dict[tuple[int, ...], list[int]] = {}
+        for i, blocks in enumerate(shared):
+            if blocks:
+                of_prompt.setdefault(blocks, []).append(i)
         self.shared_keys = max(map(len, shared)) * BLOCK
         key = torch.arange(self.shared_keys + self.private_blocks * BLOCK, device=device)[None]
         private_key = key - self.shared_keys + (n_shared * BLOCK)[:, None]
         is_shared = key < self.shared_keys
-        # Absolute position of each key of each sequence; a shared column past the prompt's own blocks is nowhere.
+        # Positions of the keys of each sequence; no query reaches that of a column past its prompt's own blocks.
         shared_key = torch.where(key < (n_shared * BLOCK)[:, None], key, 1 << 40)
         self.key_position = torch.where(is_shared, shared_key, private_key)
         self.position = position
         self._masks: dict[int | None, Tensor] = {}
-        if prompts:
-            self._plan_shared(prompts, shared, device)
+        if of_prompt:
+            self._plan_shared(of_prompt, device)
 
-    def _plan_shared(
-        self, prompts: dict[tuple[int, ...], int], shared: list[tuple[int, ...]], device: torch.device
-    ) -> None:
-        """Groups the sequences by prompt, so that each shared key is read once for all of them."""
-        count = [0] * len(prompts)
-        places: list[tuple[int, int] | None] = []
-        for blocks in shared:
-            u = prompts.get(blocks)
-            places.append(None if u is None else (u, count[u]))
-            if u is not None:
-                count[u] += 1
-        self.per_prompt = round_up(max(count), ROWS)
+    def _plan_shared(self, of_prompt: Mapping[tuple[int, ...], Sequence[int]], device: torch.device) -> None:
+        """Groups the sequences by the full shared blocks of their prompt: each shared key is read once for them all."""
+        self.per_prompt = round_up(max(map(len, of_prompt.values())), ROWS)
         width = self.shared_keys // BLOCK
-        self.table = torch.tensor([list(blocks) + [0] * (width - len(blocks)) for blocks in prompts], device=device)
-        # Sequences of prompts without a full block go to a spare row; everything they read from it is masked.
-        spare = len(prompts) * self.per_prompt
-        self.place = torch.tensor(
-            [spare if p is None else p[0] * self.per_prompt + p[1] for p in places], device=device
-        )
+        self.table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in of_prompt], device=device)
+        # Sequences of prompts without a full block go to a spare row; all that they read from it is masked.
+        place = [len(of_prompt) * self.per_prompt] * self.n
+        for u, sequences in enumerate(of_prompt.values()):
+            for m, i in enumerate(sequences):
+                place[i] = u * self.per_prompt + m
+        self.place = torch.tensor(place, device=device)
 
     def masked(self, window: int | None) -> Tensor:
-        """[n, 1, 1, 1, keys] True where the sequence must not look."""
+        """[n, 1, 1, 1, keys] True where a sequence must not see a key."""
         if window not in self._masks:
             position = self.position[:, None]
             masked = self.key_position > position
@@ -190,7 +185,7 @@ class DecodePlan:
         return blocks.view(u, c, heads, BLOCK, d).transpose(1, 2).reshape(u * heads, c * BLOCK, d).float()
 
     def _group(self, x: Tensor) -> Tensor:
-        """Sequences to prompts: x [n, K, R, *] -> [U * K, sequences of a prompt * R, *], zero where there is none."""
+        """Sequences by prompt: x [n, K, R, *] -> [U * K, sequences of a prompt * R, *], zero where there is none."""
         u = self.table.shape[0]
         grouped = torch.zeros(u * self.per_prompt + 1, *x.shape[1:], dtype=x.dtype, device=x.device)
         grouped[self.place] = x

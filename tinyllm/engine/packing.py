@@ -1,7 +1,7 @@
 """Lay a trie of token sequences out for the model, so that every distinct prefix is computed once.
 
 The row that the model sees has one entry per trie node. The nodes that a sequence added are a contiguous run of the
-row; cut into spans of at most 256 queries, each attends to its sequence's whole path.
+row. The run is cut into spans of at most 256 queries, and each span attends to the whole path of its sequence.
 
 Legend: N trie nodes (padded to ROWS), E spans in a bucket, Q padded queries of a span, L padded keys of a span.
 """
@@ -16,7 +16,7 @@ import torch
 from tinyllm.engine.trie import Trie
 
 BLOCK = 64
-"""Keys are summed in blocks of this many, aligned to the start of each sequence."""
+"""Sums over keys are taken block by block, in blocks of this many keys from the start of each sequence."""
 ROWS = 4
 """Row counts are padded to a multiple of this: fp32 matrix products then give each row the same bits at any count."""
 _QUERIES_PER_SPAN = 256

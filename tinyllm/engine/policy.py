@@ -1,4 +1,4 @@
-"""A causal LM cut in two: hidden states of a row of trie nodes, and logits of those that are needed."""
+"""A causal LM in two parts: the trunk gives hidden states of a row of trie nodes, the head logits of some of them."""
 
 from __future__ import annotations
 
@@ -111,5 +111,5 @@ class Policy:
         if not gap <= bound:
             raise ModelError(
                 f"model {self.causal.config.model_type!r} gives other logits through tinyllm's attention and head "
-                f"(largest difference {gap:.3g}); it has a step that is not honoured, use another model"
+                f"(largest difference {gap:.3g}); the model has a step that tinyllm does not know; use another model"
             )

@@ -1,8 +1,8 @@
 """Start-up probe: does arithmetic on this machine have the properties on which bitwise equality rests?
 
-They are properties of the processor, the libraries and the number of threads, not of tinyllm. Where one fails, training
-goes on correctly (old log-probabilities are the trainer's own, and the gap is reported), but a completion's last bits
-may depend on what else is in the batch.
+The properties belong to the processor, the libraries and the number of threads, not to tinyllm. Where one fails,
+training stays correct (old log-probabilities are the trainer's own, and the gap is reported), but a completion's last
+bits may depend on what else is in the batch.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ class Start:
 
     slot: int
     prefix: Handle
-    """What the slot continues."""
+    """The computed sequence that the slot continues."""
     max_new_tokens: int
-    """How far at most."""
+    """How many tokens the slot may grow by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Row:
     position: int
     """Its position in the sequence, from 0."""
     prefix: Handle
-    """The one that the slot was started with."""
+    """The handle that the slot was started with."""
     draw: Draw
 
 
@@ -80,11 +80,11 @@ class Runner(Protocol):
     """
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        """Whether prompts of these lengths can be held beside all handles, in the memory that is there."""
+        """Whether prompts of these lengths fit beside all handles without more memory."""
         ...
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Handle]:
-        """Computes token sequences, equal beginnings once, and holds them: one handle each."""
+        """Computes token sequences (equal beginnings once) and holds them: one handle for each."""
         ...
 
     def draw(self, handles: Sequence[Handle], draws: Sequence[Draw]) -> list[Drawn]:
@@ -92,7 +92,7 @@ class Runner(Protocol):
         ...
 
     def start(self, starts: Sequence[Start]) -> None:
-        """Slots begin to continue their handles, which must be held for as long as these slots run."""
+        """Slots begin to continue their handles; the handles must be held as long as the slots run."""
         ...
 
     def decode(self, rows: Sequence[Row]) -> list[Drawn]:
@@ -107,7 +107,7 @@ class Runner(Protocol):
         ...
 
     def free(self, handle: Handle) -> None:
-        """Lets go of a sequence that no slot continues."""
+        """Releases a sequence that no slot continues."""
         ...
 
     def publish(self) -> None:

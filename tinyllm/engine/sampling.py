@@ -1,7 +1,7 @@
 """From logits to log-probabilities and to the draw of a token.
 
-A token is drawn by inverting the cumulative distribution at a uniform number of its sample and position (seeds.py):
-what else is in the batch, and in which order, cannot change it.
+A token is drawn by inverting the cumulative distribution at a uniform number of its sample and position (seeds.py), so
+neither the rest of the batch nor its order can change the token.
 
 Legend: n rows, V vocabulary, M samples that share a row.
 """
@@ -48,7 +48,7 @@ def restrict(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def normalize(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(lse, e, s): log sum exp [n, 1], exp(logits - max) [n, V] and its sum [n, 1]; the sampler's and the trainer's."""
+    """(lse, e, s): log sum exp [n, 1], exp(logits - max) [n, V] and its sum [n, 1], for sampler and trainer alike."""
     if logits.shape[0] == 1:  # a sum with a single result is split over threads, in another order than one of several
         lse, e, s = normalize(logits.expand(2, -1))
         return lse[:1], e[:1], s[:1]

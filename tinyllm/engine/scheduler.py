@@ -70,11 +70,11 @@ def sample_request(
 
 @dataclass(slots=True)
 class _Queued:
-    """A request of which samples wait for a slot."""
+    """A request with samples that wait for a slot."""
 
     request: SampleRequest
     started: int = 0
-    """Samples that do not wait any more."""
+    """How many of its samples have entered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +110,7 @@ class _Sequence:
         self.logprobs.append(logprob)
 
     def draw(self) -> Draw:
-        """What comes next: a greedy draw takes the same token for every sample and needs no random numbers."""
+        """The draw of the next token: a greedy one gives every sample the same token and needs no random numbers."""
         params, keys, position = self.request.params, self.request.keys, len(self.tokens)
         if params.temperature == 0.0:
             uniforms = (0.0,) * len(self.samples)
@@ -138,7 +138,7 @@ class Scheduler:
         self.runner, self.tokenizer, self.revision, self.capacity = runner, tokenizer, revision, max_batch
         self._queue: deque[_Queued] = deque()
         self._sequences: list[_Sequence] = []
-        """Those that run; the index is the slot."""
+        """The running sequences; the index is the slot."""
         self._prompts: dict[tuple[int, ...], _Prefix] = {}
         """Prompts that were computed with the present weights."""
         self._unused: dict[tuple[int, ...], _Prefix] = {}
@@ -156,14 +156,14 @@ class Scheduler:
 
     @property
     def not_begun(self) -> frozenset[str]:
-        """Requests of which no sample ever held a slot."""
+        """Ids of the requests of which no sample has held a slot yet."""
         return frozenset(queued.request.id for queued in self._queue if not queued.started)
 
     def submit(self, request: SampleRequest) -> None:
         self._queue.append(_Queued(request))
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request without further callbacks; nothing happens when there is none of this name."""
+        """Ends a request without further callbacks; an unknown id is ignored."""
         for queued in [queued for queued in self._queue if queued.request.id == request_id]:
             self._queue.remove(queued)
         ended = [sequence.request.id == request_id for sequence in self._sequences]
@@ -171,7 +171,7 @@ class Scheduler:
             self._replace([[] if end else [s] for s, end in zip(self._sequences, ended, strict=True)])
 
     def publish(self, revision: Revision) -> None:
-        """The weights now are those of `revision`: cached prompts are dropped, running samples keep their keys."""
+        """The weights are now those of `revision`: cached prompts are dropped, running samples keep their cache."""
         self.revision = revision
         self.runner.publish()
         for prefix in self._unused.values():
@@ -180,7 +180,7 @@ class Scheduler:
         self._prompts.clear()
 
     def step(self) -> bool:
-        """Admits what fits and draws one token for all that runs; False when there is nothing to do."""
+        """Admits waiting samples and draws a token for every running one; False when no request is left."""
         self._admit()
         self._decode()
         return bool(self._queue or self._sequences)
@@ -280,7 +280,7 @@ class Scheduler:
         self._sequences = [kept[slot] for slot in range(total)]
 
     def _advance(self, sequence: _Sequence, drawn: Drawn) -> list[_Sequence]:
-        """Appends what its samples drew, one child per distinct token; hands on those that end, returns the others."""
+        """Appends the drawn tokens: one child sequence per distinct token. Returns the unfinished children."""
         request = sequence.request
         samples_of: dict[int, list[int]] = {}
         logprob_of: dict[int, float] = {}

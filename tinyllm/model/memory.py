@@ -1,7 +1,7 @@
-"""What a machine can do and what a run needs of it: native bf16, memory that is free, memory a run will take.
+"""What a machine offers and what a run needs: native bf16, free memory, the memory that a run takes.
 
 Sizes in bytes. The estimate is arithmetic on the model's configuration (no weight is read), so a run that cannot fit
-is refused before anything is downloaded or started.
+is refused before a download or any other work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def native_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware: x86 with AVX512-BF16 or AMX-BF16, Arm with FEAT_BF16.
 
     Read from the CPU's feature flags as torch reports them. Without such a unit torch computes bf16 by widening to
-    fp32, slower than fp32 itself. False too where torch was built without oneDNN, whose kernels use the unit.
+    fp32, slower than fp32 itself. Also False where torch was built without oneDNN, whose kernels use the unit.
     """
     import torch
 
@@ -39,10 +39,10 @@ def native_bf16() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep what is freed for the next step, instead of giving it back and clearing new pages each time.
+    """Makes glibc keep freed memory for the next step instead of returning it to the system.
 
-    Blocks over 32 MiB are mapped anew for every use otherwise: about 8% of a step of the bundled model on a CPU
-    (benchmarks/allocator.py). Does nothing where the C library is another one.
+    Otherwise blocks over 32 MiB are mapped and cleared anew for every use, which takes about 8% of a step of the
+    bundled model on a CPU (benchmarks/allocator.py). Does nothing where the C library is another one.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "gnu_get_libc_version"):
@@ -52,9 +52,9 @@ def keep_freed_memory() -> None:
 
 
 def in_brief_thread(function: Callable[[], T]) -> T:
-    """What the function returns or raises, run in a thread that ends with it.
+    """Runs a function in a thread that ends with the call; returns or raises what the function does.
 
-    A thread that has computed in parallel keeps its OpenMP workers as long as it lives. Where two threads have some,
+    A thread that has computed in parallel keeps its OpenMP workers as long as it lives. Where two threads have workers,
     GNU's OpenMP counts more workers than cores and lets them sleep at every parallel region: an engine in a thread
     beside a main thread that loaded the model decodes at two thirds of its speed.
     """
@@ -77,7 +77,7 @@ class MemoryEstimate:
 
 
 def gib(size: float) -> str:
-    """A size for people, as in 1.5 GiB."""
+    """A number of bytes as text, such as 1.5 GiB."""
     return f"{size / 2**30:.1f} GiB"
 
 
@@ -110,9 +110,17 @@ def skeleton(arch: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(arch)
 
 
+def decoder_layers(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
+    """The `count` decoder layers of a model; none where they do not lie in one list."""
+    import torch
+
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    return list(lists[0]) if lists else []
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory and time of a model depend on, counted from its configuration: weights, and widths in elements."""
+    """Sizes of a model, on which its memory and time depend: numbers of weights, and widths in elements."""
 
     parameters: int
     """Every weight once (a tied head is its embedding)."""
@@ -156,8 +164,7 @@ def model_shape(arch: PretrainedConfig) -> ModelShape:
     linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     idle = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head.weight)}
     layers = text.num_hidden_layers
-    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == layers]
-    blocks = [sum(p.numel() for p in layer.parameters()) for layer in (stacks[0] if stacks else ())]
+    blocks = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model, layers)]
     parameters = model.num_parameters()
     heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -186,14 +193,14 @@ def memory_estimate(
     *,
     ranks: int = 1,
 ) -> MemoryEstimate:
-    """What a model takes: its weights; with a run's config, gradients and optimizer; with a longest sequence, the rest.
+    """Memory of a model's weights; with a run's config of gradients and optimizer too; with `longest` of all parts.
 
     P parameters in `dtype`, P_t of them trained. Gradients and AdamW's two moments are fp32, 12 bytes per P_t, and
     bf16 weights have fp32 masters, 4 more; a separate reference model is another P. On N ranks each has its own weights
     and reference, and 1/N of gradients, moments and fp32 masters (which all weights have then). The key-value cache
-    holds max_batch x longest (tokens, prompt and completion). Activations per token and layer
-    are about 8 H + 5 H_q + 4 I elements (H hidden size, H_q query heads x their size, I feed-forward size), or H with
-    gradient checkpointing and one layer in full: 20% around what was measured for Llama, Qwen 3 and GPT-2 layers.
+    holds max_batch x longest tokens (`longest`: most tokens of a prompt with its completion). Activations per token and
+    layer are about 8 H + 5 H_q + 4 I elements (H hidden size, H_q query heads x their size, I feed-forward size), or H
+    with gradient checkpointing and one layer in full: 20% around what was measured for Llama, Qwen 3 and GPT-2 layers.
     """
     import torch
 
@@ -234,7 +241,7 @@ def memory_estimate(
 
 
 def needs_reference_model(config: Config) -> bool:
-    """Whether a second whole model is held: one that was named, or the start policy of a loss that measures KL.
+    """Whether a run holds a second whole model: a named reference, or the start policy for a loss that measures KL.
 
     With adapters the start policy is the model without them.
     """
@@ -243,11 +250,13 @@ def needs_reference_model(config: Config) -> bool:
 
 
 def require_memory(name: str, estimate: MemoryEstimate, device: str) -> None:
-    """Raise ModelError, with the estimate and the remedies, when a run cannot fit into the device's free memory."""
+    """Raises ModelError, with the estimate and the remedies, when it exceeds the device's free memory."""
     free, total = available_memory(device)
     if estimate.total > free:
         remedy = "choose a smaller model"
-        if len(estimate.parts) > 1:
+        if "logits" in dict(estimate.parts):
+            remedy += ", or lower --max-batch"
+        elif len(estimate.parts) > 1:
             remedy += ", or train adapters (--lora.rank 16), or lower train.tokens_per_microbatch, sampling.max_batch"
             remedy += ", pool.engines" if dict(estimate.parts).get("engines of the pool") else ""
         raise ModelError(

@@ -1,21 +1,21 @@
 """Causal language models and their tokenizers: found, checked, loaded, prompted, saved.
 
-Models are transformers' own classes. What cannot be right is refused by name before weights are read: no pickle, no
-code from the model's folder, no quantized weights, no weights that are missing and would be made up.
+Models are transformers' own classes. Before weights are read, a model is refused, with the reason, for pickled weights,
+for code in its folder and for quantized weights; after, for missing weights, which would be random numbers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from tinyllm.errors import ConfigError, DataError, ModelError, closest, require_extra
-from tinyllm.model.bundled import BUNDLED, bundled_model, cached, quiet_transformers
+from tinyllm.model.bundled import BUNDLED, bundled_model, quiet_transformers
 from tinyllm.model.memory import memory_estimate, native_bf16, require_memory
 from tinyllm.record.files import new_folder
 from tinyllm.record.hashing import hash_bytes, hash_json, hash_tensors
@@ -23,29 +23,9 @@ from tinyllm.record.hashing import hash_bytes, hash_json, hash_tensors
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from tinyllm.config.sections import Config
-
 Message = Mapping[str, Any]
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError)
-"""What transformers raises for folders that are not what they should be."""
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """A line of `tinyllm models`."""
-
-    name: str
-    parameters: int
-    license: str
-    about: str
-    download_bytes: int
-    folder: Path | None
-    """Where it is, once fetched."""
-
-
-def list_models() -> list[ModelInfo]:
-    """The bundled models; any folder and any hub id can be named as well."""
-    return [ModelInfo(m.name, m.parameters, m.license, m.about, m.download_bytes, cached(m)) for m in BUNDLED.values()]
+"""What transformers raises for damaged or unsuitable folders."""
 
 
 # Where a model is and what it runs on
@@ -54,7 +34,7 @@ def list_models() -> list[ModelInfo]:
 def resolve(name: str) -> Path | str:
     """Where a model is: a bundled one (fetched if need be), an existing folder, else a hub id. Raises ModelError."""
     if name in BUNDLED:
-        return bundled_model(name)
+        return bundled_model(BUNDLED[name])
     folder = Path(name).expanduser()
     if folder.is_dir():
         _check_folder(folder)
@@ -86,7 +66,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def pick_device(device: str = "auto") -> str:
-    """The device to run on; auto is cuda, else mps, else cpu. Raises ConfigError for one that is not there."""
+    """The device to run on; auto is cuda, else mps, else cpu. Raises ConfigError for one this machine lacks."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
         return next(kind for kind, found in there.items() if found)
@@ -125,7 +105,8 @@ def load_config(name: str, source: Path | str | None = None) -> PretrainedConfig
         raise _load_error(name, error) from error
     if type(arch) not in MODEL_FOR_CAUSAL_LM_MAPPING or arch.is_encoder_decoder:
         raise ModelError(f"model {name} ({arch.model_type}) is not a causal language model; choose one that is")
-    wanted = {cls.__name__ for cls in _classes(MODEL_FOR_CAUSAL_LM_MAPPING[type(arch)])}
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(arch)]
+    wanted = {cls.__name__ for cls in (found if isinstance(found, (tuple, list)) else [found])}
     if arch.architectures and not wanted & set(arch.architectures):
         raise ModelError(
             f"model {name} is a {arch.architectures[0]}, not a causal language model ({', '.join(sorted(wanted))})"
@@ -136,17 +117,10 @@ def load_config(name: str, source: Path | str | None = None) -> PretrainedConfig
     return arch
 
 
-def _classes(entry: Any) -> tuple[type, ...]:
-    return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
-
-
-def load_model(
-    name: str, dtype: str = "auto", device: str = "auto", *, config: Config | None = None, ranks: int = 1
-) -> PreTrainedModel:
+def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
     """Load a causal LM from a bundled name, folder or hub id: safetensors only, no remote code, in eval mode.
 
-    With the run's config the memory check counts gradients, optimizer and reference model too, on one of `ranks`.
-    Raises ModelError for what is missing, damaged, too large, or not a causal language model.
+    Raises ModelError for a model that is missing, damaged, larger than the memory, or not a causal language model.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -155,13 +129,10 @@ def load_model(
     arch = load_config(name, source)
     device = pick_device(device)
     weights = pick_dtype(dtype, device)
-    require_memory(name, memory_estimate(arch, weights, config, ranks=ranks), device)
+    require_memory(name, memory_estimate(arch, weights), device)
     options = {"dtype": weights, "use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     try:
-        if isinstance(source, Path):
-            with quiet_transformers():
-                model, report = AutoModelForCausalLM.from_pretrained(source, **options)
-        else:  # a download shows its progress
+        with quiet_transformers() if isinstance(source, Path) else nullcontext():  # a download shows its progress
             model, report = AutoModelForCausalLM.from_pretrained(source, **options)
     except LOAD_ERRORS as error:
         raise _load_error(name, error) from error
@@ -267,9 +238,10 @@ def _chat_ids(
 def apply_template(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict], ending: Literal["asked", "open", "closed"]
 ) -> str:
-    """A chat as the template writes it: with the head of an answer to come, its last message left open, or as it is.
+    """A chat as text, by the model's chat template.
 
-    Raises DataError when the template refuses it.
+    ending: "asked" adds the head of the answer to come, "open" leaves the last message unfinished, "closed" adds
+    nothing. Raises DataError when the template refuses the chat.
     """
     try:
         return tokenizer.apply_chat_template(
@@ -326,16 +298,11 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float = 16.0, targets: Se
         try:
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         except ValueError as error:
-            there = {name.rpartition(".")[2] for name, layer in model.named_modules() if _has_matrix(layer)}
+            there = {n.split(".")[-2] for n, p in model.named_parameters() if n.endswith(".weight") and p.ndim == 2}
             raise ModelError(
                 f"lora.targets = {tuple(targets)}: the model has no such layers; there are: {', '.join(sorted(there))}"
             ) from error
     return adapted.eval()
-
-
-def _has_matrix(layer: torch.nn.Module) -> bool:
-    weight = getattr(layer, "weight", None)
-    return isinstance(weight, torch.Tensor) and weight.ndim == 2
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase | None, path: Path | str) -> None:
@@ -357,7 +324,7 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase | None, path: Path
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of all that a tokenizer does besides its chat template."""
+    """Hash of a tokenizer without its chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return hash_bytes(backend.to_str().encode()) if backend else hash_json(tokenizer.get_vocab())
 
@@ -368,7 +335,7 @@ def content_hash(model: torch.nn.Module) -> str:
 
 
 def weights_hash(model: Any, start_hash: str) -> str:
-    """Identity of the weights a model computes with: of all of them, or of its start and its adapters."""
+    """Hash of the weights that a model computes with: of all, or of start_hash and the adapters if there are any."""
     if hasattr(model, "peft_config"):
         trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         return hash_json([start_hash, hash_tensors(trained)])

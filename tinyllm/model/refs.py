@@ -1,4 +1,4 @@
-"""What can be sampled from: a model, a run's result, its best weights, a checkpoint, a model behind a server."""
+"""Names of what can be sampled from: a model, a run's final or best weights, a checkpoint, a model on a server."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from tinyllm.config.sections import GRPOConfig
 from tinyllm.engine.policy import Policy
-from tinyllm.errors import ModelError, RunError
+from tinyllm.errors import RunError
 from tinyllm.model import models
-from tinyllm.model.memory import MemoryEstimate, available_memory, gib, keep_freed_memory, memory_estimate, model_shape
+from tinyllm.model.memory import MemoryEstimate, keep_freed_memory, memory_estimate, model_shape, require_memory
 from tinyllm.record.metrics import held_out_score, score_kind
 from tinyllm.record.rundir import MANIFEST, RunDir
 from tinyllm.records import Revision
@@ -23,9 +23,9 @@ class ModelRef:
     """A model argument, found but not loaded."""
 
     name: str
-    """As it was given."""
+    """As the user wrote it."""
     source: str
-    """The model (bundled, folder, hub id) whose tokenizer is used and, but for a checkpoint, whose weights."""
+    """The model (bundled, folder, hub id) whose tokenizer is used; its weights too, except for a checkpoint."""
     run: RunDir | None = None
     step: int | None = None
     """Of a checkpoint."""
@@ -36,7 +36,7 @@ class ModelRef:
 
 
 def find_subject(word: str) -> ModelRef:
-    """What MODEL, RUN, RUN@best, RUN@20 or http://host:port/v1#model names. Raises ModelError, RunError."""
+    """Finds MODEL, RUN, RUN@best, RUN@20 or http://host:port/v1#model. Raises ModelError, RunError."""
     if word.startswith(("http://", "https://")):
         return ModelRef(word, word)
     folder, at, part = word.rpartition("@")
@@ -69,7 +69,7 @@ def _part_of_run(word: str, run: RunDir, part: str) -> ModelRef:
 
 
 def _ended_best(run: RunDir) -> bool:
-    """Whether the last evaluation is the best: then the final model is, and there is no best/ beside it."""
+    """Whether the last evaluation is the best: the final model then has the best weights, and there is no best/."""
     scores = [(row, score[0]) for row in run.metrics("eval") if row["step"] and (score := held_out_score(row))]
     signs = [-value if score_kind(row) == "loss" else value for row, value in scores]
     return bool(signs) and all(value < signs[-1] for value in signs[:-1])
@@ -100,18 +100,13 @@ def load_policy(subject: ModelRef, dtype: str, device: str, *, samples: int, cac
 
 
 def _require_room(subject: ModelRef, dtype: torch.dtype, device: str, samples: int, cached: int) -> None:
-    """Weights and cache must fit into what is free."""
+    """Raises ModelError where weights, cache and logits exceed the free memory."""
     arch = models.load_config(subject.source)
     shape = model_shape(arch)
     cache = cached * shape.cache_bytes(dtype.itemsize)
     logits = 3 * 4 * samples * shape.vocabulary
     needed = MemoryEstimate((*memory_estimate(shape, dtype).parts, ("key-value cache", cache), ("logits", logits)))
-    free, total = available_memory(device)
-    if needed.total > free:
-        raise ModelError(
-            f"model {subject.name} is too large for this machine: it needs about {needed}, and {device} has "
-            f"{gib(free)} free of {gib(total)}; choose a smaller model, or lower --max-batch"
-        )
+    require_memory(subject.name, needed, device)
 
 
 @torch.no_grad()
@@ -123,7 +118,7 @@ def _with_checkpoint(subject: ModelRef, model: Any) -> Any:
     was, now = run.manifest["hashes"].get("weights"), models.content_hash(model)
     if config.lora.rank:
         if str(next(model.parameters()).dtype) == f"torch.{run.manifest['facts'].get('dtype')}" and was != now:
-            raise RunError(f"{subject.source} is not what {run.path} started from any more; put it back")
+            raise RunError(f"{subject.source} has changed since {run.path} started from it; restore it")
         model = models.add_lora(model, config.lora.rank, config.lora.alpha, config.lora.targets, seed=config.seed)
     _, tensors, _ = run.load_checkpoint(step)
     parameters = dict(model.named_parameters())

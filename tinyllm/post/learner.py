@@ -75,7 +75,7 @@ def load_learner(config: Config, longest: int, ranks: Ranks) -> Learner:
     weights = models.pick_dtype(config.model.dtype, device)
     need = memory_estimate(models.load_config(name), weights, config, longest, ranks=ranks.count)
     require_memory(name, need, device)
-    model: Any = models.load_model(name, config.model.dtype, device, config=config, ranks=ranks.count)
+    model: Any = models.load_model(name, config.model.dtype, device)
     if device == "cpu":
         keep_freed_memory()
     start_hash = models.content_hash(model)

@@ -236,7 +236,7 @@ class _Player:
         again = resample(self.sampling.engine, self.versions, groups, params)
         for group, rollout in _rows(groups):
             old = rollout.completion
-            new = again.get((group.id, old.sample))
+            new = again.get((group.prompt.id, group.prompt.draw, old.sample))
             if new is None:  # it failed, or the environment gave some of its tokens
                 continue
             for i, pair in enumerate(zip(old.token_ids, new.token_ids, strict=False)):
