@@ -84,7 +84,7 @@ def assert_tensors_equal(found, expected):
 
 def child(script: str, *args: object) -> subprocess.Popen:
     """A Python process that runs a script with this file's helpers in reach; its output is line-buffered text."""
-    head = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\nfrom run_samples import *\n"
+    head = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\nfrom run_samples import *\nfrom tinyllm.records import Step\n"
     command = [sys.executable, "-c", head + textwrap.dedent(script), *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
 
