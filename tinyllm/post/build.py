@@ -213,9 +213,12 @@ def _sampled_source(
         _tell(callbacks, phase)
 
     def make(run: RunDir, position: int, recorded: Sequence[int], revision: Revision) -> Source:
-        order = PromptOrder(data.train, _order_seed(config), position)
         first = revision.step + 1 + len(recorded)
-        _take_recorded(config, run, order, recorded, revision.step)
+        # With refills and a lag the positions that were taken have gaps between them: then all recorded steps count
+        gaps = config.pool.max_lag and BatchRules.of(config).dynamic_sampling
+        order = PromptOrder(data.train, _order_seed(config), 0 if gaps else position)
+        for step in (*(range(1, revision.step + 1) if gaps else ()), *recorded):
+            order.take_recorded([group.prompt.id for group in run.read_groups(step)])
         further: Source
         if pool is None:
             further = InlineSource(
@@ -232,18 +235,6 @@ def _sampled_source(
 
 def _order_seed(config: Config) -> int:
     return config.seed if config.data.seed is None else config.data.seed
-
-
-def _take_recorded(config: GRPOConfig, run: RunDir, order: PromptOrder, recorded: Sequence[int], after: int) -> None:
-    """Advance the order past every recorded prompt.
-
-    With refills and a lag the positions that were taken are not contiguous, so all recorded steps are gone through.
-    """
-    gaps = config.pool.max_lag and BatchRules.of(config).dynamic_sampling
-    if gaps:
-        order.position = 0
-    for step in (*(range(1, after + 1) if gaps else ()), *recorded):
-        order.take_recorded([group.prompt.id for group in run.read_groups(step)])
 
 
 def _accuracy(

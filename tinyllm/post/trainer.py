@@ -92,15 +92,15 @@ class Trainer:
             with timing("publish_s"):
                 self.revision = Revision(step.number, self.weights_hash())
                 source.publish(self.revision)
+            self.progress.step, self.progress.position = step.number, self.progress.position + step.prompts
             self._log(step, batch, update, lr, timing)
             self._check()
-            if self._finish(step):
+            if self._evaluate_and_save(step):
                 return
             timing = Timing(self._on_phase)
 
     def _log(self, step: Step, batch: Batch, update: UpdateResult, lr: float, timing: Timing) -> None:
         """The step's line in metrics.jsonl, what is derived per token, its times; then everyone who watches."""
-        self.progress.step, self.progress.position = step.number, self.progress.position + step.prompts
         metrics = step_metrics(self.updater.objective, step, batch, update, self.revision, lr)
         if self.ranks.count > 1:  # sums over another number of ranks have other last bits
             metrics["ranks"] = self.ranks.count
@@ -120,7 +120,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_step(metrics, times, step.groups)
 
-    def _finish(self, step: Step) -> bool:
+    def _evaluate_and_save(self, step: Step) -> bool:
         """Evaluates and saves when it is time; True when early stopping ends the run. Raises Interrupted."""
         stop = self._evaluate(step)
         interrupted = self.stop_requested()
@@ -158,7 +158,6 @@ class Trainer:
         """Warns of what the checks of health/ find. Raises TrainingStopped where going on is of no use."""
         for finding in self.monitor(self.history):
             if finding.level == "stop":
-                self.save()
                 raise TrainingStopped(str(finding))
             log.warning("step %d: %s", finding.step, finding)
 
