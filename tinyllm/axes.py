@@ -1,8 +1,9 @@
 """The axes of the objective, one row each: name, type, default, bound and meaning; and the published presets.
 
-Everything that speaks of an axis reads it here: the checks of post/grpo.py, the options of [objective] with their
-help, the presets, and the table in docs/objectives.md. A new axis is one row here and its formula in post/grpo.py.
-No torch.
+The checks of post/grpo.py, the options of [objective] with their help, the presets, and the tables of
+docs/objectives.md all derive from these rows. A new axis is one row here and its formula in post/grpo.py. No torch.
+
+Legend: q probability ratio exp(logp_new - logp_old), A advantage, B completions of the step, L constant_length.
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar
 from tinyllm.errors import ConfigError
 
 Baseline: TypeAlias = Literal["mean", "leave_one_out"]
-"""What is subtracted from a reward: the mean of its group, or of the other members (RLOO, arXiv:2402.14740)."""
+"""Subtracted from a reward: the mean of its whole group, or of the other members (RLOO, arXiv:2402.14740)."""
 Scale: TypeAlias = Literal["std", "none"]
-"""What an advantage is divided by: the population standard deviation of its whole group, or nothing."""
+"""Divisor of an advantage: the population standard deviation of the rewards of its whole group, or none."""
 Ratio: TypeAlias = Literal["token", "sequence"]
-"""q per token, or one q per completion: exp of its mean token log-ratio (GSPO, eq. 7)."""
+"""One q per token, or one per completion: exp of the mean of its tokens' log-ratios (GSPO, eq. 7)."""
 Clip: TypeAlias = Literal["ppo", "dual", "cispo"]
 """How q is clipped.
 
-    ppo    min(q A, clip(q) A), symmetric or clip-higher by clip_low and clip_high (PPO, arXiv:1707.06347, eq. 7)
-    dual   the same, but for A < 0 never below dual_clip A (Dual-clip PPO, arXiv:1912.09729, eq. 5)
-    cispo  stop_gradient(clip(q)) A logp_new: the weight is clipped, no token loses its gradient (MiniMax-M1, eq. 4)
+    ppo    min(q A, clip(q) A) with clip(q) = clamp(q, 1 - clip_low, 1 + clip_high) (PPO, arXiv:1707.06347, eq. 7);
+           clip_high > clip_low is clip-higher (DAPO)
+    dual   as ppo, but for A < 0 at least dual_clip A (Dual-clip PPO, arXiv:1912.09729, eq. 5)
+    cispo  stop_gradient(clip(q)) A logp_new: q is only a weight, so no token loses its gradient (MiniMax-M1, eq. 4)
 """
 KL: TypeAlias = Literal["k3", "k2", "k1"]
-"""Estimators of the KL to the reference, see kl_estimate. k1 is for reports only."""
+"""Estimator of the KL to the reference policy, see kl_estimate. k1 is for reports only, not for a loss."""
 Aggregate: TypeAlias = Literal["sequence", "token", "constant"]
-"""Mean per completion, then over completions; mean over all tokens; sum over B x L (Dr. GRPO's fixed length L)."""
+"""sequence: mean over each completion's tokens, then over completions; token: mean over all tokens of the step;
+constant: sum over all tokens divided by B x L (Dr. GRPO)."""
 SamplerCorrection: TypeAlias = Literal["none", "token", "sequence"]
-"""Importance weight for logp_old != logp_sampler: none (it is only reported), per token, per sequence (the product)."""
+"""Importance weight exp(logp_old - logp_sampler): none (the gap is only reported), one per token, or one per sequence
+(the product over its tokens)."""
 SamplerMode: TypeAlias = Literal["truncate", "mask"]
-"""What happens to an importance weight above its cap: cut to the cap, or the token (sequence) is left out."""
+"""Treatment of an importance weight above sampler_cap: truncate sets it to the cap, mask to 0."""
 
 PresetName: TypeAlias = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 _T = TypeVar("_T")
@@ -49,29 +53,30 @@ def _axis(
     above: float | None = None,
     report_only: tuple[str, ...] = (),
 ) -> _T:
-    """A row of the table: the function it goes to, its bound (at least 0 where none is given), its meaning."""
+    """A row of the table. of: the function that takes the axis as an argument; above: exclusive lower bound of a number
+    (None: at least 0); report_only: choices that only a report may use."""
     row = {"meaning": meaning, "of": of, "above": above, "report_only": report_only}
     return field(default=default, metadata=row)
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveAxes:
-    """One choice on each axis. group_advantages and clipped_objective take them under the same names."""
+    """One value for each axis, named as the arguments of group_advantages and clipped_objective."""
 
-    baseline: Baseline = _axis("mean", "what is subtracted from each reward of a group", "advantages")
-    scale: Scale = _axis("std", "what advantages are divided by", "advantages")
+    baseline: Baseline = _axis("mean", "mean subtracted from each reward: of its group, or of the others", "advantages")
+    scale: Scale = _axis("std", "divisor of advantages: the group's standard deviation, or none", "advantages")
     ratio: Ratio = _axis("token", "probability ratio per token, or one per completion")
     clip: Clip = _axis("ppo", "how the ratio is clipped")
-    clip_low: float = _axis(0.2, "the ratio may fall by this")
-    clip_high: float = _axis(0.2, "the ratio may rise by this")
-    dual_clip: float = _axis(3.0, "bound on the ratio of bad completions, with clip = dual", above=1.0)
+    clip_low: float = _axis(0.2, "the ratio is clipped below 1 - clip_low")
+    clip_high: float = _axis(0.2, "the ratio is clipped above 1 + clip_high")
+    dual_clip: float = _axis(3.0, "upper bound on the ratio of a negative advantage, with clip = dual", above=1.0)
     kl: KL = _axis("k3", "estimator of the KL in the loss", report_only=("k1",))
     beta: float = _axis(0.0, "weight of the KL to the reference policy")
-    aggregate: Aggregate = _axis("sequence", "how tokens are averaged")
+    aggregate: Aggregate = _axis("sequence", "how token losses are averaged")
     constant_length: int | None = _axis(None, "divisor with aggregate = constant; not set = max_new_tokens", above=0.0)
     sampler_correction: SamplerCorrection = _axis("none", "importance weight for a gap between sampler and trainer")
-    sampler_mode: SamplerMode = _axis("truncate", "such a weight above the cap is cut to it, or to 0")
-    sampler_cap: float = _axis(2.0, "largest such weight", above=0.0)
+    sampler_mode: SamplerMode = _axis("truncate", "an importance weight above the cap is set to the cap, or to 0")
+    sampler_cap: float = _axis(2.0, "largest importance weight", above=0.0)
 
     def arguments(self, of: Literal["advantages", "loss"]) -> dict[str, Any]:
         """The keyword arguments of group_advantages ("advantages") or of clipped_objective ("loss")."""
@@ -80,26 +85,26 @@ class ObjectiveAxes:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What the table says of one axis."""
+    """One row of the table of axes."""
 
     name: str
     type: Any
-    """As annotated: a Literal, float, or int | None."""
+    """The annotated type: a Literal, float, or int | None."""
     default: str | float | None
     meaning: str
     of: Literal["advantages", "loss"]
     above: float | None
-    """The number must be more than this; None: at least 0."""
+    """A number must be greater than this; None: at least 0."""
     report_only: tuple[str, ...]
-    """Choices that a report may use and a loss may not."""
+    """Choices that a report may use and a loss must not."""
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The names it may have; empty for a number."""
+        """The names that the axis can have as its value; empty for a number."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
 
     def refuse(self, value: object) -> None:
-        """Raises ConfigError for a name that is no choice and a number outside the bound."""
+        """Raises ConfigError for a value that is not one of the choices, or a number outside the bound."""
         if self.choices:
             if value not in self.choices:
                 raise ConfigError(f"{self.name} is {value!r}: use {' or '.join(map(repr, self.choices))}")
@@ -119,15 +124,15 @@ AXES: Mapping[str, Axis] = _rows()
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One published objective: where it is defined, its axes, and the trainer options its paper needs."""
+    """One published objective: its paper and equations, its axes, and the trainer options that the paper uses."""
 
     paper: str
     equation: str
     axes: ObjectiveAxes
     dynamic_sampling: bool = False
-    """Groups without signal are sampled again."""
+    """Whether groups without signal are replaced by groups of further prompts."""
     overlong_buffer: float = 0.0
-    """Share of max_new_tokens over which reward falls by up to 1; 0: off."""
+    """Share of max_new_tokens, at its end, over which the reward falls by up to 1; 0: no penalty."""
 
 
 PRESETS: Mapping[PresetName, Preset] = {
@@ -151,20 +156,20 @@ PRESETS: Mapping[PresetName, Preset] = {
 }  # fmt: skip
 
 UNNAMED: PresetName = "grpo"
-"""The preset of a run that names none; its beta is then 0: the frozen reference is neither held nor scored."""
+"""The preset of a run that names none; its beta is then 0, so that no reference policy is held in memory or scored."""
 
 
 def resolve(preset: PresetName | None, given: Mapping[str, Any]) -> ObjectiveAxes:
-    """The preset's axes with those of `given` that are not None in place of its own.
+    """The preset's axes, overridden by the values of `given` that are not None.
 
-    None for the preset is GRPO without its KL: beta is 0 unless it is given.
+    Preset None: GRPO without its KL term, that is with beta 0 unless `given` has a beta.
     """
     axes = PRESETS[preset].axes if preset else replace(PRESETS[UNNAMED].axes, beta=0.0)
     return replace(axes, **{name: value for name, value in given.items() if value is not None})
 
 
 def require_number(name: str, value: object, above: float | None = None) -> None:
-    """Raises ConfigError for anything but a finite number of at least 0, or more than `above`."""
+    """Raises ConfigError unless value is a finite number of at least 0 and, where `above` is given, greater than it."""
     number = float(value) if isinstance(value, SupportsFloat) else math.nan
     if not (0 <= number < math.inf and (above is None or number > above)):
         bound = "of at least 0" if above is None else f"above {above:g}"
@@ -172,13 +177,13 @@ def require_number(name: str, value: object, above: float | None = None) -> None
 
 
 def check_axes(**values: object) -> None:
-    """Raises ConfigError for a name that is no choice of its axis and for a number outside its bound."""
+    """Check the values of axes, given by name. Raises ConfigError for a wrong choice or a number outside its bound."""
     for name, value in values.items():
         AXES[name].refuse(value)
 
 
 def describe_axes() -> str:
-    """The axes and the presets as two Markdown tables: docs/objectives.md."""
+    """The axes and the presets as two Markdown tables, for docs/objectives.md."""
     lines = ["| Axis | Values | Default | Meaning |", "|---|---|---|---|"]
     for axis in AXES.values():
         number = "whole number" if axis.type == int | None else "number"

@@ -1,13 +1,14 @@
-"""The events of a run, as callbacks receive them: the display, the trackers, and a user's own code.
+"""Callbacks: how the display, the trackers and a user's own code follow a run.
 
-A callback receives records and numbers that are already written, so no callback can change a run. An exception that a
-callback raises stops the run like any other.
+A callback receives records and numbers that are already on disk, so no callback can change a run. An exception that a
+callback raises stops the run like any other exception.
 
-The keys of a `train` line (metrics.jsonl and on_step) and of an `eval` line (on_eval) are those of METRICS in
-record/metrics.py: docs/metrics.md. A number that was not measured is None.
+The keys of a `train` line (metrics.jsonl and on_step) and of an `eval` line (on_eval) are the rows of METRICS in
+record/metrics.py, listed in docs/metrics.md. A number that was not measured is None.
 Keys of a timing line: step, step_s, sample_s, verify_s, record_s, update_s, publish_s, sampled_tokens,
-peak_memory_bytes, and what the trainer adds. With a pool, wait_s (the trainer's, for groups) stands for sample_s and
-verify_s, and trainer_idle, engine_idle (servers_idle) and verifier_idle are shares of the time since the step before.
+peak_memory_bytes and time (Unix seconds). With a pool, wait_s (how long the trainer waited for groups) replaces
+sample_s and verify_s, and trainer_idle, engine_idle (servers_idle with model servers) and verifier_idle are idle shares
+of the time since the step before.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from tinyllm.records import Group
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run at the start of training."""
+    """Facts of a run at the start of training."""
 
     path: Path
     """The run directory."""
     config: Config
     first_step: int = 1
-    """The first step still to do; more than 1 in a resumed run."""
+    """The first step to train; above 1 in a resumed run."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """The manifest's facts: parameters (trained), dtype, device, train_prompts, held_out_prompts, skipped_rows."""
+    """Facts from the manifest: number of trained parameters, dtype, device, train_prompts, held_out_prompts,
+    skipped_rows."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,22 @@ class RunResult:
 
     run_dir: Path
     before: Mapping[str, Any] | None
-    """The first and the last line of kind `eval`; None when nothing is held out."""
+    """The first `eval` line of metrics.jsonl; None when no prompts are held out."""
     after: Mapping[str, Any] | None
+    """The last `eval` line; None when no prompts are held out."""
     model_dir: Path
     best_step: int | None = None
-    """The step of the model in best/; None where the run keeps no best model."""
+    """The step with the best evaluation so far; None when no evaluation after a training step gave a score."""
 
     @property
     def plot(self) -> Path | None:
-        """The curves as a picture; None where the run was not drawn."""
+        """Path of the plot of the run's curves; None when it was not drawn."""
         path = self.run_dir / "report.png"
         return path if path.exists() else None
 
 
 class Interrupted(TinyLLMError):
-    """Ctrl-C or SIGTERM: every finished step is saved, and the message has the command that resumes the run."""
+    """Ctrl-C or SIGTERM stopped the run: every finished step is saved, and the message says how to resume."""
 
     exit_code = 130
 
@@ -65,19 +68,19 @@ class Interrupted(TinyLLMError):
 
 
 class Callback:
-    """Base of all callbacks; each method does nothing until it is overridden."""
+    """Base class of callbacks; each method does nothing until it is overridden."""
 
     def on_phase(self, phase: str) -> None:
-        """The work that begins now, in a few words ("loading the model", "sampling"), and details in further lines."""
+        """A phase of the work begins: its name ("loading the model", "sampling"), then lines of detail, if any."""
 
     def on_start(self, info: RunInfo) -> None:
-        """The run directory exists; the first evaluation comes next."""
+        """The run directory exists; the evaluation before training, or the first step of a resumed run, comes next."""
 
     def on_step(self, metrics: Mapping[str, Any], timing: Mapping[str, Any], groups: Sequence[Group]) -> None:
-        """A step was trained, recorded and logged."""
+        """A step was recorded, trained and logged; metrics and timing are its lines, groups its rollouts."""
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
-        """Held-out prompts were evaluated."""
+        """Held-out prompts were evaluated; row is the `eval` line."""
 
     def on_end(self, result: RunResult | None) -> None:
-        """The run is over; None when it was stopped or failed."""
+        """The run ended; result is None when it was interrupted or failed."""

@@ -1,6 +1,6 @@
-"""One family of errors. Each message says what was wrong, where, and the remedy, in one line.
+"""The errors a user can meet. Each message says in one line what was wrong, where, and the remedy.
 
-The command line prints `error: <message>` and leaves with the class's exit code; in Python they are exceptions.
+The command line prints `error: <message>` and exits with the class's exit code; in Python they are exceptions.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from collections.abc import Iterable
 
 
 class TinyLLMError(Exception):
-    """Base of the family: an expected failure with a message fit for a user."""
+    """Base class: an expected failure, with a message for the user."""
 
     exit_code = 1
 
 
 class UserError(TinyLLMError):
-    """The user's input is at fault and nothing was started or lost."""
+    """The user's input is wrong; no work was started or lost."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A configuration field: unknown, of the wrong type, out of range, or in conflict with another."""
+    """A configuration field is unknown, of the wrong type, out of range, or in conflict with another."""
 
 
 class DataError(UserError):
-    """A data file, row or column."""
+    """A data file, row or column is missing or unusable."""
 
 
 class ModelError(UserError):
-    """A model or tokenizer that cannot be loaded, does not fit, or needs attention we do not honour."""
+    """A model or tokenizer cannot be loaded, does not fit into memory, or needs a kind of attention not supported."""
 
 
 class RewardError(UserError):
-    """A reward function or verifier that cannot be built or breaks its contract (as by a wrong count)."""
+    """A reward function or verifier cannot be built, or breaks its contract (such as a wrong number of rewards)."""
 
 
 class MissingExtra(UserError):
-    """A package that only some users need, and that is not installed."""
+    """An optional package is needed and not installed."""
 
 
 class EngineError(TinyLLMError):
-    """The sampler cannot do what was asked (memory bound, missing ids or log-probabilities)."""
+    """An engine cannot sample as requested: not enough memory, or token ids or log-probabilities are missing."""
 
 
 class RunError(UserError):
-    """A run directory that is missing, locked by another process, or damaged."""
+    """A run directory is missing, locked by another process, or damaged."""
 
 
 class TrainingStopped(TinyLLMError):
-    """Training cannot go on (three non-finite steps in a row, no group with signal); what was done is saved."""
+    """Training cannot continue, as after three non-finite steps or without any signal; all finished steps are saved."""
 
 
 EXTRAS = {
@@ -68,20 +68,20 @@ EXTRAS = {
     "serve": ("starlette", "uvicorn", "prometheus_client"),
     "track": ("tensorboard", "trackio", "wandb"),
 }
-"""Extra of the package -> the modules that it installs and that are imported only where it is needed."""
+"""Extra (optional dependency group) of this package -> the modules that it installs."""
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported, without importing it."""
+    """Whether a module can be found, without importing it."""
     if module in sys.modules:
         return sys.modules[module] is not None
     return importlib.util.find_spec(module) is not None
 
 
 def require_extra(extra: str, what: str, *modules: str) -> None:
-    """Raises MissingExtra when a module of an extra (or of `modules`, some of them) is missing.
+    """Raises MissingExtra when a module of an extra is not installed; modules: check only these modules of the extra.
 
-    what: who needs it, as in "verifier 'math'".
+    what: the feature that needs the modules, as in "verifier 'math'"; the message begins with it.
     """
     assert set(modules) <= set(EXTRAS[extra])
     missing = [name for name in modules or EXTRAS[extra] if not is_installed(name)]
@@ -91,13 +91,16 @@ def require_extra(extra: str, what: str, *modules: str) -> None:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that is most like this one, where one is."""
+    """The known name most similar to `name`; None when none has a similarity of at least `cutoff` (0 to 1)."""
     found = difflib.get_close_matches(name[:100], list(known), 1, cutoff)
     return found[0] if found else None
 
 
 def nearest(name: str, known: Iterable[str], there: str = "there is") -> str:
-    """The end of a message about an unknown name: the one that may be meant, or all of them."""
+    """The end of a message about an unknown name: "did you mean ...?", or else the list of known names.
+
+    there: the words before that list.
+    """
     names = list(known)
     close = closest(name, names, cutoff=0.5)
     return f"did you mean {close!r}?" if close else f"{there}: {', '.join(names) or 'nothing'}"

@@ -1,7 +1,7 @@
-"""The frozen records that flow from hop to hop: prompts, completions, verdicts, rollouts, groups.
+"""The frozen records that pass from stage to stage: prompts, completions, verdicts, rollouts, groups, steps.
 
-Standard library only. Nothing here is filled in later or edited in place: a hop that learns more makes a new record.
-What can be derived (advantages, losses, KL) is not stored here.
+Standard library only. No field is filled in later or edited in place: a stage that knows more makes a new record.
+Numbers that can be derived from these records (advantages, losses, KL) are not stored in them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "error"]
-"""stop: a stop token or stop string was drawn; length: the token limit cut it; error: the sampler failed."""
+"""stop: a stop token or stop string was sampled; length: the token limit was reached; error: sampling failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """Which weights sampled a completion: the optimizer step they come from and the hash of their content."""
+    """A version of the policy's weights: the optimizer step that made them and the hash of their content."""
 
     step: int
     hash: str
@@ -30,97 +30,100 @@ class Revision:
 
 @dataclass(frozen=True, slots=True)
 class RevisionSpan:
-    """Tokens [start, end) of a completion that came from one place: the weights of one revision, or the environment."""
+    """Tokens [start, end) of a completion with one origin: the weights of one revision, or the environment."""
 
     revision: Revision | None
-    """Of the weights that sampled these tokens; None: nobody sampled them, the environment gave them."""
+    """Revision of the weights that sampled these tokens; None for tokens that the environment inserted."""
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, already rendered to token ids, with the task row its completions are verified against."""
+    """One prompt, already rendered to token ids, and the task row that its completions are verified against."""
 
     id: str
     """Identity of the data row; stable over epochs, runs and shuffles."""
     token_ids: tuple[int, ...]
     text: str
-    """What token_ids say, special tokens included."""
+    """The text of token_ids, special tokens included."""
     row: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """The task row: gold answer and whatever else its verifier reads."""
+    """The task row: the gold answer and all other columns that the verifier reads."""
     messages: tuple[Mapping[str, str], ...] | None = None
-    """The chat form, when the prompt is a chat; None for raw text."""
+    """The messages of a chat prompt; None for raw text."""
     draw: int = 0
-    """How often this row was already drawn within the step (a refill or a small data set draws it again)."""
+    """How often the step drew this row before; above 0 after a refill or where an epoch ends within the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Everything that decides what is sampled. Nothing is inherited from a model's generation config."""
+    """All settings of sampling. Nothing is inherited from the model's generation config."""
 
     max_new_tokens: int
     n: int = 1
     """Completions per prompt."""
     temperature: float = 1.0
-    """0 is greedy decoding; log-probabilities are then those of the softmax at temperature 1."""
+    """0: greedy decoding, whose recorded log-probabilities are those of the softmax at temperature 1."""
     top_k: int = 0
-    """0 is off."""
+    """0: no limit."""
     top_p: float = 1.0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
-    """The run's sampling seed; with step, prompt id, draw, sample and position it keys every random number."""
+    """The run's sampling seed; every random number is a hash of seed, step, prompt id, draw, sample and position."""
     step: int = 0
 
     @property
     def full_support(self) -> bool:
-        """Whether every token of the vocabulary can be drawn (no top-k, top-p, min-p)."""
+        """Whether every token of the vocabulary can be sampled: no top-k, top-p or min-p."""
         return self.top_k == 0 and self.top_p >= 1.0 and self.min_p <= 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the sampler returned for one (prompt, draw, sample)."""
+    """The token ids, log-probabilities and text sampled for one (prompt, draw, sample)."""
 
     prompt_id: str
     draw: int
     sample: int
     token_ids: tuple[int, ...]
-    """The completion's ids, the stop token included."""
+    """Ids of all tokens, the stop token included."""
     logprobs: tuple[float | None, ...]
-    """One natural-log probability per token, under the distribution the token was really drawn from; None for a token
-    that the environment gave."""
+    """Natural-log probability of each token under the distribution that it was sampled from; None for a token that the
+    environment inserted."""
     finish_reason: FinishReason
     seed_key: int
-    """64-bit key from which this completion's random numbers were derived."""
+    """64-bit key from which this completion's random numbers are derived."""
     revision: Revision
-    """Of the weights that drew the first token, which are the oldest."""
+    """Revision of the weights that sampled the first token: the oldest of the completion."""
     text: str
-    """Decoded completion without special tokens and without a trailing stop string."""
+    """The decoded completion, without special tokens and without a trailing stop string."""
     error: str | None = None
-    """Why sampling failed (finish_reason "error"), else None."""
+    """Why sampling failed; None unless finish_reason is "error"."""
     spans: tuple[RevisionSpan, ...] = ()
-    """Which weights drew which tokens, and which the environment gave; empty: all are of `revision`.
+    """The origin of every token; empty: all tokens were sampled by the weights of `revision`.
 
-    The keys and values of earlier tokens are kept across an update: a token's distribution is that of its own weights
-    on what the weights before have left in the cache.
+    The KV cache is kept across a weight update: a token sampled after the update comes from the new weights, applied to
+    keys and values that the old weights computed.
     """
 
     @property
     def all_spans(self) -> tuple[RevisionSpan, ...]:
-        """`spans`, also for a completion whose tokens are all of one revision."""
+        """`spans`, or one span of all tokens where `spans` is empty."""
         return self.spans or (RevisionSpan(self.revision, 0, len(self.token_ids)),)
 
     @property
     def sampled(self) -> tuple[bool, ...]:
-        """One flag per token: whether it was sampled (and so is trained, counted and divided by), or given."""
+        """One flag per token: True where the policy sampled it, False where the environment inserted it.
+
+        Only sampled tokens are trained and counted in lengths and denominators.
+        """
         return tuple(span.revision is not None for span in self.all_spans for _ in range(span.start, span.end))
 
     @classmethod
     def failed(cls, prompt: Prompt, sample: int, seed_key: int, reason: str) -> Completion:
-        """A completion that could not be sampled: data with a reason, and no token that anything could train on."""
+        """The record of a completion that could not be sampled: a reason, and no tokens to train on."""
         return cls(prompt.id, prompt.draw, sample, (), (), "error", seed_key, Revision(-1, ""), "", error=reason)
 
 
@@ -133,11 +136,12 @@ def fault_of(
     vocab_size: int = 2**31,
     sampled: Sequence[bool] | None = None,
 ) -> tuple[str, str] | None:
-    """Why what a sampler returned cannot be trained on, as (a few words to count by, the details), or None.
+    """Why a sampler's output cannot be trained on, as (short name to count by, details); None for a usable output.
 
-    sampled: one flag per token, False where the environment gave it and so has no log-probability; None: all were.
+    sampled: one flag per token, False for a token that the environment inserted, which has no log-probability; None:
+    every token was sampled.
     """
-    if finish_reason not in ("stop", "length"):  # such as "abort": cut short by no rule of ours
+    if finish_reason not in ("stop", "length"):  # such as a server's "abort": the completion is not whole
         return "cut short", f"finish reason {finish_reason!r}: only 'stop' and 'length' are whole completions"
     if len(token_ids) != len(logprobs):
         words = f"{len(token_ids)} token ids with {len(logprobs)} log-probabilities"
@@ -159,27 +163,27 @@ def fault_of(
 
 
 def is_logprob(value: Any) -> bool:
-    """Whether this is a log-probability: a finite number, above 0 by no more than the rounding of a certain token."""
+    """Whether a value is a log-probability: a finite number, above 0 by rounding errors at most."""
     return isinstance(value, Real) and not isinstance(value, bool) and -1e9 < value <= 1e-3  # type: ignore[operator]
 
 
 class Unscored(StrEnum):
-    """Why a verdict has no value, as programs ask for it; people read the verdict's reason."""
+    """The kind of reason why a verdict has no value, for programs; `Verdict.reason` is the text for people."""
 
     NOT_APPLICABLE = "not_applicable"
-    """A reward function returned None: the row is for other functions."""
+    """A reward function returned None: this row is scored by other functions."""
     NOT_FINITE = "not_finite"
-    """A reward is NaN or infinite, or beyond what a float can hold."""
+    """A reward is NaN, infinite, or too large for a float."""
     RAISED = "raised"
     """A reward function or a verifier raised an exception."""
     TIMED_OUT = "timed_out"
     """Judging took longer than its limit."""
     DIED = "died"
-    """The worker process, or the sandbox within it, broke while it judged."""
+    """The worker process, or the sandbox within it, ended while it judged."""
     BAD_TASK = "bad_task"
     """The row's task or gold answer cannot be used."""
     SAMPLING_FAILED = "sampling_failed"
-    """There is no completion to judge."""
+    """Sampling failed, so there is no completion to judge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +192,20 @@ class Verdict:
 
     value: float | None
     reason: str | None = None
-    """Why there is no value; None when there is one."""
+    """Why the verdict has no value; None when it has one."""
     answer: str | None = None
     """The answer that was extracted and judged, if any."""
     parts: tuple[tuple[str, float], ...] = ()
     """Named reward parts before weighting, e.g. (("correct", 1.0), ("format", 0.0))."""
     cause: Unscored | None = field(default=None, compare=False)
-    """The kind of `reason`, known while a run judges. Not recorded, and no part of what replay compares."""
+    """The kind of `reason`, known only while a run judges: it is not recorded, and replay does not compare it."""
 
     def __post_init__(self) -> None:
         if self.value is None:
             assert self.reason, "an unscored verdict names its reason"
         else:
             assert math.isfinite(self.value), f"a verdict's value is finite, got {self.value}"
-        # What is trained on is what the record gives back: 1, True and numpy's numbers are 1.0 there
+        # Training must see the values that the record gives back: 1, True and numpy's numbers are read back as 1.0
         plain = {
             "value": None if self.value is None else float(self.value),
             "reason": None if self.reason is None else _recordable(self.reason),
@@ -213,23 +217,23 @@ class Verdict:
 
 
 def _recordable(text: Any) -> str:
-    """Text that UTF-8 can hold: half a surrogate pair (JSON can bring one) is written as its escape."""
+    """The text with lone surrogates (JSON may contain them) replaced by their escapes, so that UTF-8 can encode it."""
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What reward functions logged while they judged."""
+    """Numbers and columns that reward functions logged while they judged."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """One number by name, "function/name"."""
+    """One number per name; a name is "function/name"."""
     extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Columns by name: one value per completion given to the judge, in order; None for one that was not judged."""
+    """Columns by name: one value per completion, in order; None for a completion that was not judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What judging returns: one verdict per completion, in order, and what was logged on the way."""
+    """A judge's result: one verdict per completion, in order, and the numbers that reward functions logged."""
 
     verdicts: tuple[Verdict, ...]
     logged: Logged = Logged()
@@ -244,13 +248,13 @@ class Rollout:
 
     @property
     def reward(self) -> float:
-        """The verdict's value; NaN when unscored (the mark that group_advantages leaves out)."""
+        """The verdict's value; NaN when unscored, which group_advantages leaves out of the group."""
         return math.nan if self.verdict.value is None else self.verdict.value
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All rollouts of one (prompt, draw); what advantages are computed within."""
+    """All rollouts of one (prompt, draw); advantages compare rollouts within a group."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -262,16 +266,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Everything that one optimizer step is made from: what every source yields and the loop trains on."""
+    """The rollouts of one training step, as a source yields them and the loop trains on them."""
 
     number: int
     """From 1."""
     groups: tuple[Group, ...]
     logged: Logged = Logged()
-    """What reward functions logged; extras have one value per rollout, group after group."""
+    """Numbers and columns that reward functions logged; columns have one value per rollout, group after group."""
     seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Wall-clock time of each part ("sample_s", "verify_s"). Not part of what is derived again."""
+    """Wall-clock seconds of each part ("sample_s", "verify_s"); replay does not compare them."""
     prompts: int = 0
-    """How many prompts of the run's order the step used."""
+    """How many prompts the step took from the run's prompt order."""
     recorded: bool = False
-    """Whether the record on disk holds this step already."""
+    """Whether the run directory already holds this step."""

@@ -1,9 +1,9 @@
-"""The seams of a run: what each part consumes and produces. Whatever has these methods can stand in its place.
+"""The interfaces between the parts of a run, as protocols: any object with these methods can replace a part.
 
     prompts -> Engine.sample -> Judge -> Step (from a Source) -> Objective -> weights -> Engine.publish
 
-The seams that carry tensors or a run's history stand where those do: `Runner` in engine/runner.py, `Objective` in
-post/objectives.py, `Check` in health/checks.py. No torch here.
+The protocols that need tensors or a run's history are defined beside their users: `Runner` in engine/runner.py,
+`Objective` in post/objectives.py, `Check` in health/checks.py. No torch here.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from tinyllm.records import Completion, Judged, Prompt, Revision, SamplingParams
 
 
 class Engine(Protocol):
-    """Samples completions from the weights of the newest revision that was published to it."""
+    """Samples completions from the policy's weights, of the newest revision that was published to the engine."""
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """params.n completions of each prompt, in any order; one that failed has finish_reason "error" and a reason.
+        """params.n completions of each prompt, in any order; a failed one has finish_reason "error" and a reason.
 
-        Raises EngineError where nothing can be sampled any more.
+        Raises EngineError when the engine cannot sample at all any more.
         """
         ...
 
     def publish(self, revision: Revision) -> None:
-        """The policy's weights are now of this revision; every completion begun later is sampled from them."""
+        """Take over the policy's weights, now of this revision; every completion begun later is sampled from them."""
         ...
 
     def facts(self) -> Mapping[str, Any]:
-        """What the run's manifest says of this engine."""
+        """Properties of this engine for the run's manifest."""
         ...
 
     def close(self) -> None:
-        """Let go of processes and connections; safe to call twice."""
+        """End processes and close connections; safe to call twice."""
         ...
 
 
@@ -41,7 +41,10 @@ class Judge(Protocol):
     """Judges completions. May be called from several threads, one call at a time."""
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int = 0) -> Judged:
-        """One verdict per completion, in order. A completion that cannot be judged is unscored, with the reason."""
+        """One verdict per completion, in order; a completion that cannot be judged is unscored, with the reason.
+
+        prompts: the prompt of each completion, at the same index. step: training step, given to reward functions.
+        """
         ...
 
     def describe(self) -> Mapping[str, Any]:
@@ -54,12 +57,12 @@ class Judge(Protocol):
 
 
 class Source(Protocol):
-    """Where the loop's steps come from: sampled and judged inline, by a pool, or read back from the record."""
+    """Supplies the loop's steps: sampled and judged in this process, by a pool, or read back from the record."""
 
     def __iter__(self) -> Iterator[Step]:
-        """The steps of the run, in order; the next one is asked for when the last one is trained and published."""
+        """The steps of the run, in order; the loop requests one after it trained and published the one before."""
         ...
 
     def publish(self, revision: Revision) -> None:
-        """The one edge back: the weights after the last step."""
+        """Announce the policy's weights after a training step to the sampler; the only data that flows back."""
         ...

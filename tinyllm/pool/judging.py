@@ -1,4 +1,4 @@
-"""Verifiers of the pool, each in a process or a thread: sampled completions in, a judged group out."""
+"""Verifier workers of the pool, each in a process or a thread: they turn sampled completions into judged groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinyllm.tasks import TaskData
 
 
 class JudgeWorker:
-    """Judges one group after another; `work` is that of pool/workers.py."""
+    """Judges one group after another; has the `work` method that pool/workers.py calls."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
@@ -24,7 +24,7 @@ class JudgeWorker:
     def work(
         self, new: Sequence[tuple[int, tuple[GroupRequest, Sequence[Completion]]]], budget_s: float
     ) -> list[tuple[int, JudgedGroups]]:
-        """The groups of these (name, (request, completions)), each judged once."""
+        """(name, judged group) of each (name, (request, completions)); budget_s is not used: every group is judged."""
         return [(name, self._judged(request, completions)) for name, (request, completions) in new]
 
     def _judged(self, request: GroupRequest, returned: Sequence[Completion]) -> JudgedGroups:
@@ -35,12 +35,12 @@ class JudgeWorker:
 
 
 def build_judge_worker(reward: RewardConfig, data: TaskData) -> JudgeWorker:
-    """A worker with a judge of its own; data: the task's, of which one row is enough (its columns are checked)."""
+    """A worker with its own judge. data: the task's data; one row is enough, since only its columns are checked."""
     return JudgeWorker(rewards.make_judge(reward, data))
 
 
 def unjudged(request: GroupRequest, returned: Sequence[Completion], why: str) -> JudgedGroups:
-    """The group of completions that nobody could judge: every one is unscored, with the reason."""
+    """A group that no verifier could judge: every completion is unscored, for its own error or else for `why`."""
     prompts = [request.prompt]
     completions = check_completions(returned, prompts, request.params)
     verdicts = [Verdict(None, c.error if c.finish_reason == "error" else why) for c in completions]

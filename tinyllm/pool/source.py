@@ -1,9 +1,9 @@
-"""Groups from a pool of engines and verifiers, sampled ahead of the training by a bounded lag.
+"""A source of steps whose groups a pool of engines and verifiers samples ahead of training, by a bounded lag.
 
-The composition of batches is fixed before sampling: step t trains the prompts that a run without a pool would train,
-whichever groups finish first. Asynchrony changes only when they are sampled. Step t is admitted once the weights of
-revision t - 1 - max_lag are published, so no token is older than that when it is trained, and no completion is
-discarded. With max_lag 0 a step is admitted when the one before is trained: the run without a pool, bit for bit.
+The prompts of each batch are fixed before sampling: step t trains the prompts that a run without a pool would train,
+whichever groups finish first. The pool changes only when they are sampled. Step t is admitted to the pool once the
+weights of revision t - 1 - max_lag are published, so no trained token was sampled from older weights, and no completion
+is discarded. With max_lag 0 a step is admitted when the step before is trained: the same bits as without a pool.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from tinyllm.seams import Judge
 from tinyllm.tasks import TaskData
 
 GROUP_ATTEMPTS = 3
-"""How often a group is tried when its worker dies or hangs: one that has ended three workers ends the next too."""
+"""Attempts at a group whose worker dies or hangs. After the third it is given up, as the likely cause of the deaths."""
 _LOOK_S = 0.5
-"""How often the display is told what the workers do."""
+"""Seconds between two reports of the workers' states to the display."""
 
 
 def is_pooled(config: GRPOConfig) -> bool:
-    """Whether a run samples ahead, or verifies, in workers of its own."""
+    """Whether a run uses a pool: engine workers, verifier workers, or sampling ahead of training (max_lag above 0)."""
     return bool(config.pool.engines or config.pool.verifiers or config.pool.max_lag)
 
 
 def doing(groups: str, states: Mapping[str, Sequence[str]]) -> str:
-    """The state of a pool for the display: the phase, a line on the groups, and one on each kind of worker."""
+    """The state of a pool as text for the display: the phase, a line about the groups, one for each kind of worker."""
     lines = ["sampling", f"{'groups':10} {groups}"]
     for kind, each in states.items():
         told = [f"{number}: {state}" for number, state in enumerate(each, 1)] if len(each) > 1 else each
@@ -55,7 +55,7 @@ def doing(groups: str, states: Mapping[str, Sequence[str]]) -> str:
 
 
 class Pool:
-    """Workers of one run and the driver that keeps them busy."""
+    """The engine and verifier workers of one run, and the driver that assigns groups to them."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Pool:
 
     def _verifiers(self, judge: Judge, reward: RewardConfig, data: TaskData) -> WorkerGroup:
         settings = self.config.pool
-        if not settings.verifiers:  # a thread cannot be ended, as without a pool
+        if not settings.verifiers:  # no deadline: a thread cannot be killed
             return WorkerGroup("verifier", 1, lambda: ThreadWorker(JudgeWorker(judge)), capacity=1)
         assert self.cluster is not None
         build = partial(build_judge_worker, reward, replace(data, train=data.train[:1], held_out=()))
@@ -115,7 +115,7 @@ class Pool:
         return WorkerGroup("verifier", settings.verifiers, make, 1, self.config.engine.deadline_s)
 
     def publish(self, revision: Revision) -> None:
-        """From now on engines sample with the policy's weights as they are."""
+        """Send the policy's current weights to the engine workers, which sample from them from now on."""
         weights = None
         if isinstance(self.engine, EmbeddedEngine):
             assert self.cluster is not None
@@ -136,7 +136,7 @@ class Pool:
 
 @dataclass
 class _StepInFlight:
-    """A step under way."""
+    """The prompts of a step whose groups are being sampled and judged, and the groups that are ready."""
 
     prompts: list[Prompt] = field(default_factory=list)
     draws: dict[str, int] = field(default_factory=dict)
@@ -146,12 +146,15 @@ class _StepInFlight:
 
     @property
     def groups(self) -> list[Group]:
-        """In the order of the prompts, once all are there."""
+        """All groups in the order of the prompts; only once every group is judged."""
         return [group for number in range(len(self.prompts)) for group in self.judged[number].groups]
 
 
 class PoolSource:
-    """The source of a run with a pool; see the head of this file, and source.py."""
+    """The `Source` of a run with a pool; see the head of this file, and post/source.py for the source without one.
+
+    first_step: the first step to sample. revision: of the policy's weights now. on_phase: told the pool's state.
+    """
 
     def __init__(
         self,
@@ -205,7 +208,7 @@ class PoolSource:
         )
 
     def _done(self, done: GroupResult) -> None:
-        """A group has come back (in the driver's thread)."""
+        """Takes a judged group from the driver; runs in the driver's thread."""
         (group,) = done.judged.groups
         with self.pool.changed:
             step = self._steps[done.request.step]
@@ -216,7 +219,7 @@ class PoolSource:
             self.pool.changed.notify_all()
 
     def _settle(self, number: int, step: _StepInFlight) -> None:
-        """All groups of a step are there: it is complete, or dynamic sampling draws more."""
+        """Called when all groups of a step are judged: dynamic sampling draws more prompts, or the step is complete."""
         missing = missing_groups(step.groups, self.rules, self.train) if self.rules.dynamic_sampling else 0
         if missing and step.refills < self.refills:
             step.refills += 1
@@ -252,7 +255,7 @@ class PoolSource:
         return doing(groups, self.pool.driver.states())
 
     def _account(self, waited_s: float) -> dict[str, float]:
-        """Seconds that the trainer waited, and the share of the time since the last step in which workers were idle."""
+        """Seconds that the trainer waited, and idle shares of trainer and workers since the last step."""
         now, busy = time.monotonic(), self.pool.driver.busy_seconds()
         passed = max(1e-9, now - self._clock)
         account = {"wait_s": waited_s, "trainer_idle": min(1.0, waited_s / passed)}
@@ -267,7 +270,7 @@ class PoolSource:
         for group in groups:
             for rollout in group.rollouts:
                 for span in rollout.completion.all_spans if rollout.completion.token_ids else ():
-                    if span.revision is None:  # given by the environment
+                    if span.revision is None:  # inserted by the environment
                         continue
                     lag = number - 1 - span.revision.step
                     assert 0 <= lag <= self.max_lag, (number, group.id, span, self.max_lag)
