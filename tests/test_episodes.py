@@ -506,7 +506,7 @@ def test_a_run_of_two_steps_is_on_policy_to_the_bit_and_replays(tmp_path):
         assert result.stats.sampler_equal_share == 1.0 and result.stats.ratio_max == 1.0
         assert 0 < result.stats.gap_tokens == result.stats.tokens <= sampled and result.stats.sampler_gap == 0.0
         for row, logp in result.logprobs.items():
-            assert logp.tolist() == batch.recorded(row), "the record holds the trainer's own numbers"
+            assert logp.tolist() == batch.recorded(row).tolist(), "the record holds the trainer's own numbers"
         revision = Revision(step.number, content_hash(policy.model))
         source.publish(revision)
         trained.append((batch, result, revision))

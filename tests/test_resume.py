@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ class Runs:
         self.reward = options.pop("reward", "many_digits")
         merged = {name: {**COMMON.get(name, {}), **options.get(name, {})} for name in {**COMMON, **options}}
         self.home, self.variant, self.options, self.crasher = home, variant, merged, crasher
-        self.path = home / f"run-{variant}"
+        # Of its own: a fixture of this file may be made twice in one process, for tests that another one left behind
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{variant}-", dir=home))
+        self.path = self.folder / "run"
         self.points: list[str] = []
 
     def config(self, path: Path) -> GRPOConfig:
@@ -88,17 +91,17 @@ class Runs:
 
     def start(self, path: Path, due: dict[int, str]) -> int:
         job = {"config": to_dict(self.config(path)), "reward": self.reward, "due": due}
-        return self.crasher({**job, "points": str(self.home / f"{self.variant}.json")})
+        return self.crasher({**job, "points": str(self.folder / "points.json")})
 
     def whole(self) -> Path:
         """The uninterrupted run; `points` are those it passed."""
         if not self.points:
             assert self.start(self.path, {}) == 0
-            self.points = json.loads((self.home / f"{self.variant}.json").read_text())
+            self.points = json.loads((self.folder / "points.json").read_text())
         return self.path
 
     def killed_at(self, point: int) -> Path:
-        path = self.home / f"run-{self.variant}-{point}"
+        path = self.folder / f"run-{point}"
         assert self.start(path, {point: "KILL"}) == -signal.SIGKILL
         return path
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyllm.errors import DataError, RewardError
+from tinyllm.errors import DataError, MissingExtra
 from tinyllm.rewards import build, verify
 from tinyllm.rewards.base import row_fault
 from tinyllm.rewards.text.constraints import REGISTRY
@@ -204,11 +204,11 @@ def test_accuracy_of_languages_on_the_sentences_of_the_benchmark(monkeypatch):
 
 
 def test_a_missing_detector_is_named_when_rows_are_loaded(monkeypatch):
-    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    monkeypatch.setitem(sys.modules, "py3langid", None)
     detector.cache_clear()
     try:
         build("instructions").check(row("punctuation:no_comma", {}))
-        with pytest.raises(RewardError, match=r"pip install 'tinyllm\[instructions\]'"):
+        with pytest.raises(MissingExtra, match=r"pip install 'tinyllm\[instructions\]'"):
             row_fault(build("instructions"), row("language:response_language", {"language": "de"}))
     finally:
         detector.cache_clear()

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from tinyllm.errors import ConfigError, EngineError
+from tinyllm.errors import ConfigError, EngineError, require_extra
 from tinyllm.pool.workers import WorkerDied
 
 log = logging.getLogger("tinyllm")
@@ -34,6 +34,11 @@ _LOCAL = {
     "worker_niceness": 0,
 }
 """On one machine a slow process is not a dead one, and an engine has the trainer's priority (Ray's own nice: 15)."""
+
+
+def require_ray() -> None:
+    """Raises MissingExtra, with the remedy, where Ray is not installed."""
+    require_extra("cluster", "a pool of engines or verifiers")
 
 
 class RayCluster:

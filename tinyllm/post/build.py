@@ -20,8 +20,9 @@ from tinyllm.config.sections import Config, DPOConfig, GRPOConfig, SFTConfig
 from tinyllm.distributed.ranks import Ranks, current_ranks, several
 from tinyllm.engine.engine import EmbeddedEngine
 from tinyllm.engine.remote.served import ServedEngine, make_served_engine, weights_folder
-from tinyllm.errors import ConfigError, DataError, RunError, require_extra
+from tinyllm.errors import ConfigError, DataError, RunError
 from tinyllm.model import models
+from tinyllm.pool.ray_workers import require_ray
 from tinyllm.pool.source import Pool, PoolSource, is_pooled
 from tinyllm.post.batch import BatchRules
 from tinyllm.post.evaluation import evaluator
@@ -249,7 +250,7 @@ def _accuracy(
 
 def _check(config: GRPOConfig) -> None:
     if config.pool.engines or config.pool.verifiers:
-        require_extra("cluster", "a pool of engines or verifiers")
+        require_ray()
     if is_pooled(config) and several():
         raise ConfigError(
             "a pool serves one trainer process, and WORLD_SIZE is more than 1; leave --pool out, or torchrun"

@@ -146,7 +146,8 @@ class InlineSource:
             completions = check_completions(self.engine.sample(prompts, params), prompts, params)
         with timing("verify_s", "verifying"):
             judged = judge_completions(partial(self.judge, step=number), prompts, completions)
-        return JudgedGroups(tuple(group_rollouts(prompts, completions, judged.verdicts)), judged.logged)
+        logged = Logged(_means([judged.logged.metrics]), judged.logged.extras)
+        return JudgedGroups(tuple(group_rollouts(prompts, completions, judged.verdicts)), logged)
 
     def _collect_on_all_ranks(self, number: int, prompts: Sequence[Prompt], timing: Timing) -> JudgedGroups:
         """Each rank does its share, and has the results of all; a logged number is the mean of the ranks'."""
