@@ -1,7 +1,7 @@
-"""From verified groups to a batch: shaped rewards, advantages, which tokens are trained, micro-batches.
+"""From judged groups to a batch: shaped rewards, advantages, the mask of trained tokens, micro-batches.
 
-Everything here is derived from the frozen record, so replay and audit compute the same batch.
-Legend: B rollouts (rows, group after group), T completion tokens.
+A batch is derived from recorded groups alone, so training and replay compute the same batch.
+Legend: B rollouts (rows, group after group), T completion tokens (padded), n trained tokens of one row.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True)
 class BatchRules:
-    """How rollouts become a batch: the resolved part of the configuration."""
+    """The settings that make_batch needs, with all defaults of the configuration resolved."""
 
     axes: ObjectiveAxes
-    """The objective's, constant_length included."""
+    """Axes of the objective; constant_length is always set."""
     mask_truncated: bool
     overlong_buffer: float
     max_new_tokens: int
@@ -54,7 +54,7 @@ class BatchRules:
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether rows of advantage 0 have a gradient too: that of the KL term."""
+        """Whether rows with advantage 0 have a gradient too, from the KL term."""
         return self.axes.beta > 0
 
 
@@ -70,26 +70,26 @@ def objective_axes(config: GRPOConfig) -> ObjectiveAxes:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's rollouts, ready for the objective. Tensors are [B], rows in the order of `rollouts`."""
+    """One step's rollouts, ready for the objective. Tensors are [B] unless stated, rows in the order of `rollouts`."""
 
     groups: tuple[Group, ...]
-    """The groups that are trained; with dynamic sampling those with signal only."""
+    """The groups to train on; with dynamic sampling only groups with signal."""
     prompts: tuple[tuple[int, ...], ...]
-    """Prompt ids of each row."""
+    """Prompt token ids of each row."""
     rollouts: tuple[Rollout, ...]
     rewards: Tensor
     """fp64, after the overlong penalty; NaN for a row that is unscored or left out."""
     advantages: Tensor
     """fp64."""
     mask: Tensor
-    """bool [B, T]: the tokens that are trained, counted and divided by. False for padding, for tokens that the
-    environment gave, and for every token of a row that is unscored or left out."""
+    """bool [B, T]: the trained tokens, which alone count in losses and denominators. False for padding, for tokens that
+    the environment inserted, and for every token of a row that is unscored or left out."""
     denominator: float
-    """What the whole step's loss is divided by."""
+    """Denominator of the whole step's loss, see step_denominator."""
     microbatches: tuple[tuple[int, ...], ...]
     """Row numbers of each forward and backward pass; rows without a gradient are in none."""
     revision: Revision | None = None
-    """The revision that is being trained; None means on-policy."""
+    """Revision of the weights before this step's update; None: all rows count as sampled from those weights."""
 
     @property
     def has_signal(self) -> bool:
@@ -98,51 +98,51 @@ class Batch:
 
     @property
     def trained(self) -> Tensor:
-        """bool [B]: rows with a trained token."""
+        """bool [B]: whether the row has a trained token."""
         return self.mask.any(-1)
 
     def positions(self, row: int) -> tuple[int, ...]:
-        """Places of a row's trained tokens in its completion, ascending."""
+        """Indices of a row's trained tokens in its completion, ascending."""
         return tuple(self.mask[row].nonzero()[:, 0].tolist())
 
     def scored(self, row: int) -> Scored:
-        """What a forward pass reads of a row: prompt, completion, and the positions whose tokens are scored."""
+        """A row as input of a forward pass: prompt, completion, and the indices of the tokens to score."""
         return Scored(self.prompts[row], self.rollouts[row].completion.token_ids, self.positions(row))
 
     def recorded(self, row: int) -> Tensor:
-        """The sampler's log-probabilities of a row's trained tokens, [n] fp32: the same bits that it computed."""
+        """The sampler's log-probabilities of a row's trained tokens, [n] fp32, with the bits that it computed."""
         logprobs = self.rollouts[row].completion.logprobs
         return torch.tensor([logprobs[position] for position in self.positions(row)], dtype=torch.float32)
 
     def spread(self, row: int, values: Sequence[float]) -> list[float | None]:
-        """One value per token of a row's completion, from one per trained token; None where none is trained."""
+        """`values` (one per trained token of a row) laid out as one per completion token; None at untrained tokens."""
         given = dict(zip(self.positions(row), values, strict=True))
         return [given.get(position) for position in range(len(self.rollouts[row].completion.token_ids))]
 
     def is_current(self, row: int) -> bool:
-        """True if every sampled token of a row is of the revision that is being trained.
+        """Whether every sampled token of a row comes from the weights that this step updates (`revision`).
 
-        A weight update in the middle of a completion leaves stale keys and values: the tokens after it are not the new
-        weights' own.
+        After a weight update in the middle of a completion, the new weights read keys and values of the old ones, so
+        even the tokens after it have other log-probabilities than a forward pass of the new weights gives.
         """
         spans = self.rollouts[row].completion.all_spans
         return self.revision is None or all(span.revision in (None, self.revision) for span in spans)
 
 
 def has_signal(group: Group, rules: BatchRules) -> bool:
-    """Whether the members of a group were judged differently: only then its advantages are not all 0."""
+    """Whether the counted rollouts of a group have different rewards; otherwise all its advantages are 0."""
     values = {r.reward for r in group.rollouts if _counted(r, rules)}
     return len(values) > 1
 
 
 def flatten_groups(groups: Sequence[Group]) -> tuple[tuple[tuple[int, ...], ...], tuple[Rollout, ...]]:
-    """(prompt ids of each row, rollout of each row), group after group."""
+    """(prompt token ids of each row, rollout of each row), group after group."""
     prompts = tuple(g.prompt.token_ids for g in groups for _ in g.rollouts)
     return prompts, tuple(r for g in groups for r in g.rollouts)
 
 
 def sampled_mask(rollouts: Sequence[Rollout]) -> Tensor:
-    """bool [B, T]: the tokens that a policy sampled, not the environment's and not padding."""
+    """bool [B, T]: the tokens that the policy sampled; False for padding and for tokens of the environment."""
     if not rollouts:
         return torch.zeros(0, 0, dtype=torch.bool)
     flags = [torch.tensor(r.completion.sampled, dtype=torch.bool) for r in rollouts]
@@ -150,7 +150,10 @@ def sampled_mask(rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def make_batch(groups: Sequence[Group], rules: BatchRules, revision: Revision | None = None) -> Batch:
-    """Advantages, trained tokens and micro-batches of a step's groups; revision: that is being trained."""
+    """The batch of a step's groups; revision: of the weights before this step's update, see Batch.revision.
+
+    With dynamic sampling the first prompts_per_step groups with signal are kept.
+    """
     if rules.dynamic_sampling:
         groups = [g for g in groups if has_signal(g, rules)][: rules.prompts_per_step]
     prompts, rollouts = flatten_groups(groups)
@@ -176,11 +179,12 @@ def make_batch(groups: Sequence[Group], rules: BatchRules, revision: Revision | 
 
 
 def shaped_rewards(groups: Sequence[Group], lengths: Sequence[int], rules: BatchRules) -> list[float]:
-    """Rewards of all rows: NaN for rows left out, less the overlong penalty where the verdicts of a group differ.
+    """Rewards of all rows after the overlong penalty; NaN for rows left out.
 
-    lengths: sampled tokens of each row. Soft overlong punishment: 0 up to L - buffer tokens, then falling to -1 at L.
-    A group whose verdicts are all equal is left as it is, so that length alone never makes it useful.
-    Source: DAPO, arXiv:2503.14476, eq. 13.
+        reward - max(0, (length - (L - buffer)) / buffer)     L: max_new_tokens, buffer: overlong_buffer x L
+
+    lengths: sampled tokens of each row. A group whose rewards are all equal gets no penalty, so that length alone never
+    gives a group signal. Source: soft overlong punishment, DAPO, arXiv:2503.14476, eq. 13.
     """
     buffer = rules.overlong_buffer * rules.max_new_tokens
     start = rules.max_new_tokens - buffer
@@ -195,7 +199,7 @@ def shaped_rewards(groups: Sequence[Group], lengths: Sequence[int], rules: Batch
 
 
 def _counted(rollout: Rollout, rules: BatchRules) -> bool:
-    """Whether a rollout takes part in its group: scored, and not truncated when truncated ones are masked."""
+    """Whether a rollout's reward counts in its group: it is scored, and not truncated while mask_truncated is set."""
     if math.isnan(rollout.reward):
         return False
     return not (rules.mask_truncated and rollout.completion.finish_reason == "length")
@@ -204,9 +208,10 @@ def _counted(rollout: Rollout, rules: BatchRules) -> bool:
 def split_microbatches(
     prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], units: Sequence[tuple[int, ...]], budget: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Splits rows, in order, into micro-batches of at most `budget` trie nodes: distinct prefixes, computed once each.
+    """Split rows, in order, into micro-batches of at most `budget` tokens; a prefix that rows share counts once.
 
-    units: rows that are never separated, even over budget. Returns the row numbers of each micro-batch.
+    units: rows that stay in one micro-batch, even when they exceed the budget. Returns the row numbers of each
+    micro-batch.
     """
     parts: list[tuple[int, ...]] = []
     part: list[int] = []
@@ -228,9 +233,9 @@ def split_microbatches(
 
 
 def assign_to_ranks(batch: Batch, ranks: int) -> list[list[tuple[int, ...]]]:
-    """The micro-batches of each rank: the same number for all, padded with (); of similar size at equal index.
+    """The micro-batches of each rank: equally many for every rank, padded with (), of similar size at equal index.
 
-    Where there are fewer micro-batches than ranks, those of the most groups are split between groups.
+    While there are fewer micro-batches than ranks, the one with the most groups is split between two groups.
     """
     if ranks == 1:
         return [list(batch.microbatches)]
@@ -251,7 +256,7 @@ def assign_to_ranks(batch: Batch, ranks: int) -> list[list[tuple[int, ...]]]:
 
 
 def padded(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """One tensor per row, [T_b] each -> (values [B, T], mask [B, T])."""
+    """Pad one tensor per row, [n_b] each, to (values [B, T], mask [B, T]), T being the longest n_b."""
     lengths = torch.tensor([len(part) for part in parts], device=parts[0].device)
     values = pad_sequence(list(parts), batch_first=True)
     return values, torch.arange(values.shape[1], device=values.device) < lengths[:, None]

@@ -1,6 +1,7 @@
-"""What a run is made of: plain functions that build a frozen `Run` from a configuration.
+"""Builds the parts of a run, a frozen `Run`, from a configuration.
 
-A run is built in the order in which mistakes are cheapest to find: configuration, data, verifier, model, engine, pool.
+Parts are built in the order in which a user's mistakes are cheapest to find: configuration, data, verifier, model,
+engine, pool.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ from tinyllm.tasks import TaskData
 from tinyllm.tasks.examples import load_examples
 
 MakeSource = Callable[[RunDir, int, Sequence[int], Revision], Source]
-"""(run directory, prompts of the order that are trained, recorded steps that follow, revision of the weights)."""
+"""(run directory, number of prompts already trained on, numbers of recorded steps to read back, revision of the weights
+now) -> the source of the run's further steps."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a run that samples has besides its learner."""
+    """The parts that only a run which samples has."""
 
     engine: EmbeddedEngine | ServedEngine
     judge: Judge
@@ -56,29 +58,29 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of one run; `train` and `replay` put them to work."""
+    """The parts of one run, used by `train`, `resume` and `replay`."""
 
     config: Config
-    """As it is recorded."""
+    """The configuration as recorded in the manifest."""
     ranks: Ranks
     callbacks: tuple[Callback, ...]
     tokenizer: Any
     learner: Learner
     sampling: Sampling | None
-    """None where completions are given (SFT, DPO)."""
+    """None where the data holds the completions (SFT, DPO)."""
     source: MakeSource
     evaluate: Evaluate
     manifest: Mapping[str, Any]
     close: Callable[[], None]
-    """Ends processes; safe to call twice."""
+    """Ends worker processes and connections; safe to call twice."""
 
     def phase(self, phase: str) -> None:
-        """Tell those who watch what is being done."""
+        """Tell all callbacks which phase of the work begins."""
         for callback in self.callbacks:
             callback.on_phase(phase)
 
     def publish(self, revision: Revision) -> None:
-        """Tell whatever samples that the weights are of this revision."""
+        """Tell the engine, if the run has one, that the policy's weights are now of this revision."""
         if self.sampling is not None:
             self.sampling.engine.publish(revision)
 
@@ -86,9 +88,10 @@ class Run:
 def build_run(
     config: Config, reward: Callable[..., Any] | None, callbacks: Sequence[Callback], path: Path | None = None
 ) -> Run:
-    """The parts of a run of the configuration's kind; path: its run directory, None where nothing is written.
+    """Build the parts of a run of the configuration's kind.
 
-    Raises the errors of errors.py.
+    reward: a reward function as a Python object, in place of config.reward.functions. path: the run directory; None for
+    replay, which uses no servers. Raises the errors of errors.py.
     """
     ranks = current_ranks()
     watching = tuple(callbacks) if ranks.is_main else ()
@@ -117,7 +120,7 @@ def _sampling_run(
 ) -> Run:
     _check(config)
     judged_by = config.reward if reward is None else replace(config.reward, functions=(reward,))  # type: ignore[arg-type]
-    if reward is not None:  # what is recorded is where it can be imported from
+    if reward is not None:  # the record names the module it can be imported from
         config = replace(config, reward=replace(config.reward, functions=(importable_name(reward),)))
     with ExitStack() as stack:
         _tell(callbacks, "reading the data")
@@ -182,7 +185,7 @@ def _engine(
     """The engine of a configuration: servers where it names some, else the policy itself."""
     if not config.engine.urls:
         engine = EmbeddedEngine(learner.policy, tokenizer, max_batch=config.sampling.max_batch)
-        engine.check(prompts, params)  # refuses what does not fit, before any work
+        engine.check(prompts, params)  # refuses prompts that do not fit, before any work
         return engine
     _tell(callbacks, "asking the servers")
     scorer = model_scorer(learner.policy, 1.0, config.train.tokens_per_microbatch)
@@ -345,9 +348,9 @@ def _manifest(
 
 
 def require_same_start(run: Run, recorded: RunDir) -> None:
-    """A resumed run starts from the model and the data it was started with, and samples where it sampled.
+    """Check that a resumed run has the same model, data and verifier, and the same kind of sampler, as at its start.
 
-    Raises RunError.
+    Raises RunError that names the first difference.
     """
     now = run.manifest["hashes"]
     for name, was in recorded.manifest["hashes"].items():

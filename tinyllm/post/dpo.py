@@ -1,4 +1,4 @@
-"""Direct Preference Optimization: of two completions of a prompt, the chosen one gains on the rejected one.
+"""Direct Preference Optimization: raises the likelihood of a chosen completion relative to a rejected one.
 
 Legend: P pairs, T tokens (padded).
 """
@@ -30,13 +30,15 @@ def dpo_loss(
     lengths: tuple[Tensor, Tensor] | None = None,
     denominator: float | None = None,
 ) -> tuple[Tensor, DPOStats]:
-    """(loss, stats) of P pairs; loss = -1/P sum (1 - s) log sigma(beta h) + s log sigma(-beta h), with
-    h = (chosen - ref_chosen) - (rejected - ref_rejected).
+    """(loss, statistics) of P pairs.
 
-    All four are [P]: the log-probability of a whole completion (a sum over its tokens) under policy and reference. s is
-    label_smoothing, the chance that a label is wrong, in [0, 1/2). With lengths (tokens of chosen and of rejected, [P]
-    each) every log-ratio is divided by its completion's length first. denominator: the pairs of the whole step, when
-    these are one of its micro-batches (default: P). Raises ConfigError for beta or s out of range.
+        h    = (chosen - ref_chosen) - (rejected - ref_rejected)
+        loss = -1/N sum [ (1 - s) log sigma(beta h) + s log sigma(-beta h) ]
+
+    chosen, rejected, ref_chosen, ref_rejected: [P], log-probability of a whole completion (the sum over its tokens)
+    under policy and reference. s: label_smoothing, the probability that a label is wrong, in [0, 1/2). lengths: tokens
+    of each chosen and each rejected completion, [P] each; every log-ratio is then divided by its completion's length.
+    N: denominator, the number of pairs of the whole step; None: P. Raises ConfigError for beta or s out of range.
     Sources: Rafailov et al., arXiv:2305.18290, eq. 7; smoothing: Mitchell, "A note on DPO with noisy preferences"
     (2023), eq. 3; length-normalised: Lambert et al., arXiv:2411.15124, section 5.
     """
@@ -61,24 +63,27 @@ def dpo_loss(
 
 @dataclass(frozen=True)
 class DPOStats:
-    """Sums over pairs; `a + b` merges micro-batches."""
+    """Statistics of DPO: sums over pairs; `a + b` merges micro-batches."""
 
     pairs: float = 0.0
     wins: float = 0.0
-    """Pairs whose chosen completion gained more than the rejected one; half where both gained the same."""
+    """Pairs with a margin above 0, that is a larger implicit reward of the chosen completion; a tie counts 1/2."""
     margin_sum: float = 0.0
+    """Implicit reward of the chosen completion less that of the rejected one."""
     chosen_sum: float = 0.0
+    """Implicit rewards, beta times the log-ratio to the reference, of chosen completions."""
     rejected_sum: float = 0.0
-    """Implicit rewards, beta times the log-ratio to the reference."""
+    """Implicit rewards of rejected completions."""
     tokens: float = 0.0
+    """Trained tokens."""
 
     def __add__(self, other: DPOStats) -> DPOStats:
-        """Sum of sums."""
+        """Statistics of both parts together."""
         return DPOStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 class DPOObjective:
-    """Groups of two, the chosen rollout first."""
+    """The objective of DPO; every group holds two rollouts, the chosen one first."""
 
     needs_reference = True
     temperature = 1.0
@@ -90,7 +95,7 @@ class DPOObjective:
         self.chosen = config.objective
 
     def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
-        """Pair after pair; a micro-batch holds whole pairs and the denominator is the number of pairs."""
+        """The batch of these pairs, in order; micro-batches hold whole pairs, the denominator is their number."""
         assert all(len(g.rollouts) == 2 for g in groups), "a group of DPO is a pair"
         prompts, rollouts = flatten_groups(groups)
         sides = torch.tensor([1.0, -1.0] * len(groups), dtype=torch.float64)
@@ -109,7 +114,7 @@ class DPOObjective:
         )
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
-        """The first pass's; the loss does not read them."""
+        """The first pass's own log-probabilities; the loss does not read them."""
         return first
 
     def loss(
@@ -120,7 +125,7 @@ class DPOObjective:
         old: Sequence[Tensor],
         reference: Sequence[Tensor] | None,
     ) -> tuple[Tensor, DPOStats]:
-        """This micro-batch's share of the step's loss: of each row's trained tokens, under policy and reference."""
+        """This micro-batch's share of the step's loss, and its statistics; logp and reference as in Objective.loss."""
         assert reference is not None
         policy, other = (torch.stack([x.sum() for x in side]) for side in (logp, reference))
         counts = torch.tensor([len(x) for x in logp], dtype=policy.dtype, device=policy.device)
@@ -137,12 +142,12 @@ class DPOObjective:
         return loss, stats + DPOStats(tokens=float(counts.sum()))
 
     def stop_reason(self, stats: DPOStats) -> None:
-        """Nothing was sampled, so no sampler can differ from the trainer."""
+        """None: nothing was sampled, so no sampler can differ from the trainer."""
 
     def metrics(
         self, groups: Sequence[Group], batch: Batch, stats: DPOStats, logged: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Keys of metrics.jsonl that only this objective has; None where nothing was measured."""
+        """Keys of metrics.jsonl that only this objective has: means over pairs; None without any pair."""
         pairs = stats.pairs
         names = {"preference_accuracy": stats.wins, "margin": stats.margin_sum, "chosen_reward": stats.chosen_sum}
         names |= {"rejected_reward": stats.rejected_sum}

@@ -1,4 +1,4 @@
-"""Held-out accuracy during training, and the KL to the start policy."""
+"""Evaluation of GRPO during training: reward on held-out prompts, and the KL to the start policy."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def evaluator(
     reference: Callable[[], Scorer | None],
     ranks: Ranks = SOLO,
 ) -> Callable[[int, Sequence[Group]], dict[str, Any] | None]:
-    """Returns evaluate(step, groups): one completion per held-out prompt under `params`, judged.
+    """The function evaluate(step, groups), which samples params.n completions per held-out prompt, and judges them.
 
-    reference gives the start policy's scorer, or None when the KL is not measured. The KL (k3, per token) is estimated
-    on the step's rollouts, i.e. for the policy that sampled them. Sampling and scoring are divided among the ranks.
+    It returns a line of kind `eval`, or None without prompts. reference: returns the start policy's scorer, or None if
+    the KL is not measured. The KL (k3, nats per token) is estimated on `groups`, the step's rollouts, so for the policy
+    that sampled them. The ranks share sampling and scoring.
     """
 
     def evaluate(step: int, groups: Sequence[Group]) -> dict[str, Any] | None:
@@ -55,14 +56,17 @@ def evaluator(
 
 
 def shared(ranks: Ranks, scorer: Scorer | None) -> Scorer | None:
-    """A scorer whose sequences the ranks divide among themselves; all have all results."""
+    """A scorer that gives each rank a share of the sequences; every rank gets all results."""
     if ranks.count == 1 or scorer is None:
         return scorer
     return lambda sequences: ranks.share(sequences, lambda share: [x.cpu() for x in scorer(share)])
 
 
 def start_kl(groups: Sequence[Group], reference: Scorer | None) -> dict[str, float | None]:
-    """Mean k3 estimate of KL(sampling policy || start policy) per token of `groups`, with its 95% interval by group."""
+    """Mean k3 estimate of KL(sampling policy || start policy) per sampled token of `groups`, in nats.
+
+    Keys: kl, and kl_low and kl_high of its 95% interval with groups as clusters; None where nothing was measured.
+    """
     sequences, sampled, owners = [], [], []
     for owner, group in enumerate(groups):
         for rollout in group.rollouts:

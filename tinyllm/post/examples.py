@@ -1,4 +1,4 @@
-"""Given completions (SFT, DPO): where their steps come from, and the loss on held-out rows."""
+"""SFT and DPO, whose completions are in the data: the source of steps, and evaluation on held-out rows."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tinyllm.tasks.examples import ExampleData
 
 
 class ExampleSource:
-    """Rows in a seeded order, epoch after epoch. Nothing is sampled, so a resumed run takes the same rows again.
+    """Yields steps of data rows in a seeded order, epoch after epoch; a resumed run takes the same rows again.
 
-    recorded: the steps that the record has already.
+    after: number of the last trained step. recorded: numbers of the steps that the run directory already holds.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ExampleSource:
         self.recorded = frozenset(recorded)
 
     def publish(self, revision: Revision) -> None:
-        """No completion is sampled, so nothing needs the new weights."""
+        """Does nothing: no completion is sampled, so no part needs the new weights."""
 
     def __iter__(self) -> Iterator[Step]:
         for number in range(self.after + 1, self.train.steps + 1):
@@ -53,7 +53,10 @@ class ExampleSource:
 
 
 def checked_config(config: SFTConfig | DPOConfig, data: ExampleData) -> SFTConfig | DPOConfig:
-    """The configuration with its number of steps. Raises DataError and ConfigError for rows that do not fit it."""
+    """The configuration with train.steps set, from train.epochs where steps is 0.
+
+    Raises DataError for fewer rows than a batch, ConfigError for a row longer than tokens_per_microbatch.
+    """
     rows, train = len(data.train), config.train
     if rows < train.batch_size:
         raise DataError(
@@ -75,7 +78,7 @@ def checked_config(config: SFTConfig | DPOConfig, data: ExampleData) -> SFTConfi
 
 
 def likelihood_evaluator(groups: Sequence[Group], scorer: Scorer, ranks: Ranks) -> Evaluate:
-    """Returns evaluate(step, groups): the loss of SFT on held-out rows."""
+    """The function evaluate(step, groups), which returns an `eval` line with the loss of SFT on held-out rows."""
 
     def evaluate(step: int, _: Sequence[Group]) -> dict[str, Any] | None:
         return _line(step, held_out_likelihood(groups, shared(ranks, scorer) or scorer)) if groups else None
@@ -86,7 +89,8 @@ def likelihood_evaluator(groups: Sequence[Group], scorer: Scorer, ranks: Ranks) 
 def preference_evaluator(
     groups: Sequence[Group], objective: Objective[Any], scorer: Scorer, reference: Scorer
 ) -> Evaluate:
-    """Returns evaluate(step, groups): loss and implicit rewards of DPO on held-out pairs."""
+    """The function evaluate(step, groups), which returns an `eval` line of DPO's loss and implicit rewards on held-out
+    pairs."""
 
     def evaluate(step: int, _: Sequence[Group]) -> dict[str, Any] | None:
         return _line(step, held_out_preference(groups, objective, scorer, reference)) if groups else None
@@ -104,13 +108,13 @@ def _line(step: int, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_out_likelihood(groups: Sequence[Group], scorer: Scorer) -> dict[str, Any]:
-    """Mean negative log-likelihood per token of held-out completions, with its interval; prompts are the clusters."""
+    """Mean negative log-likelihood per token of held-out completions, in nats, with its 95% interval by prompt."""
     logp = scorer(_sequences(groups))
     first: dict[str, tuple[int, ...]] = {}
     sums: dict[tuple[int, ...], float] = {}
     sizes: dict[tuple[int, ...], int] = {}
     for (group, _), part in zip(_rollouts(groups), logp, strict=True):
-        # the turns of a chat depend on each other, and so do the answers to one prompt
+        # clusters: the turns of a chat are not independent, nor are several answers to one prompt
         prompt = first.setdefault(group.prompt.id.partition("/")[0], group.prompt.token_ids)
         sums[prompt] = sums.get(prompt, 0.0) - part.sum(dtype=torch.float64).item()
         sizes[prompt] = sizes.get(prompt, 0) + len(part)
@@ -128,7 +132,7 @@ def held_out_likelihood(groups: Sequence[Group], scorer: Scorer) -> dict[str, An
 def held_out_preference(
     groups: Sequence[Group], objective: Objective[Any], policy: Scorer, reference: Scorer
 ) -> dict[str, Any]:
-    """Loss and implicit rewards of held-out pairs, with the loss's interval; prompts are the clusters."""
+    """Loss and implicit rewards of held-out pairs, with the loss's 95% interval by prompt."""
     total = DPOStats()
     sums: dict[tuple[int, ...], float] = {}
     sizes: dict[tuple[int, ...], int] = {}
@@ -136,7 +140,7 @@ def held_out_preference(
         batch = objective.batch([group])  # one pair: the loss is divided by 1
         sequences = _sequences([group])
         loss, stats = objective.loss(batch, (0, 1), policy(sequences), (), reference(sequences))
-        prompt = group.prompt.token_ids  # the pairs of a prompt depend on each other
+        prompt = group.prompt.token_ids  # clusters: the pairs of one prompt are not independent
         sums[prompt] = sums.get(prompt, 0.0) + loss.item()
         sizes[prompt] = sizes.get(prompt, 0) + 1
         total = total + stats
@@ -154,5 +158,5 @@ def _sequences(groups: Sequence[Group]) -> list[Scored]:
 
 
 def _distinct_tokens(group: Group) -> int:
-    """At most what a pass over the group computes: its prompt once, and every completion."""
+    """Upper bound on the tokens that a forward pass over the group computes: its prompt once, and every completion."""
     return len(group.prompt.token_ids) + sum(len(r.completion.token_ids) - 1 for r in group.rollouts)

@@ -4,12 +4,11 @@
     2. Clipped objective    log-probabilities and advantages    -> loss to minimize, numbers to watch
     3. Rollout client       prompts                             -> sampled, verified groups
 
-Needs torch, the records and the table of axes; no model, no trainer: every function runs with five floats. What each
-axis means and which values it has stands in axes.py, with the published presets.
+Imports torch, the records, the errors and the table of axes, but no model and no trainer: every function runs on a few
+floats. axes.py has the meaning and the values of each axis, and the published presets.
 
 Legend: B rollouts (rows), T completion tokens (columns, padded), G rollouts of one group.
-Log-probabilities are natural logarithms of the probability of the sampled token, under the same temperature the
-sampler used.
+Log-probabilities are natural logarithms of the probability of the sampled token, at the sampler's temperature.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tinyllm.errors import ConfigError, EngineError, RewardError, TinyLLMError
 from tinyllm.records import Completion, Group, Judged, Logged, Prompt, Rollout, SamplingParams, Verdict, fault_of
 
 Verify: TypeAlias = Callable[[list[Prompt], list[Completion]], Sequence[Verdict] | Judged]
-"""A batched verifier: lists of equal length in, one Verdict for each pair out, in the same order."""
+"""A batched verifier: (prompts, completions), lists of equal length -> one Verdict per pair, in the same order."""
 
 _LARGEST_REWARD = 1e100  # its square is still a number
 
@@ -51,24 +50,24 @@ _LARGEST_REWARD = 1e100  # its square is still a number
 def group_advantages(
     rewards: Tensor, group_ids: Tensor, *, baseline: Baseline = "mean", scale: Scale = "std", eps: float = 1e-6
 ) -> Tensor:
-    """How much better each rollout is than its group.
+    """Advantage of each rollout: its reward relative to the rewards of its group.
 
         A_i = (r_i - b_i) / (std + eps)     b_i: mean of the group, or of the others (leave_one_out)
 
-    rewards [B] float; group_ids [B] integers, any values in any order: groups are cut by id, never by position.
-    Returns A [B] in the rewards' type (fp32 when that is whole numbers) and on their device, without gradient.
-    std is the population one (divided by G), of the whole group with either baseline; scale "none" leaves it out.
-    With the mean baseline the advantages of a group add up to 0, and |A| is at most sqrt(G - 1).
-    A group whose members are all equal gives exactly 0, and so does a group of one: nothing is learned from it.
-    NaN marks an unscored (or excluded) rollout: it is left out of mean and std, and its advantage is 0.
-    Raises RewardError naming the row for inf (or beyond 1e100), and where A is beyond the rewards' type; ConfigError
-    for an unknown axis value or eps < 0.
+    rewards [B] float; group_ids [B] integers, any values in any order: rows with equal ids form a group, wherever they
+    stand. Returns A [B], without gradient, with the rewards' device and dtype (the default dtype for integer rewards).
+    std is the population standard deviation (divided by G) of the whole group, with either baseline; scale "none"
+    omits the division. With the mean baseline the advantages of a group add up to 0, and |A| is at most sqrt(G - 1).
+    A group whose rewards are all equal, or of one rollout, has advantages of exactly 0, so it trains nothing.
+    A reward of NaN marks an unscored or excluded rollout: mean and std leave it out, and its advantage is 0.
+    Raises RewardError, naming the row, for a reward that is infinite or beyond 1e100, and RewardError for an A that
+    overflows the dtype; ConfigError for an unknown axis value or eps < 0.
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; scale "none": Dr. GRPO, arXiv:2503.20783, section 3.
     """
     check_axes(baseline=baseline, scale=scale)
     require_number("eps", eps)
     assert rewards.ndim == 1 and rewards.shape == group_ids.shape, f"{rewards.shape} rewards, {group_ids.shape} ids"
-    # B numbers that come from the host anyway: on the CPU in fp64, the sums are the same on every device
+    # Rewards come from the host anyway; summed in fp64 on the CPU, they give the same advantages on every device
     r = rewards.detach().to("cpu", torch.float64)
     wild = torch.nonzero(r.abs() > _LARGEST_REWARD).flatten().tolist()
     if wild:
@@ -78,20 +77,20 @@ def group_advantages(
     scored = ~r.isnan()
 
     def of_group(x: Tensor, how: str = "sum") -> Tensor:
-        """Reduce x [B] over the scored members of each group, then give every row its group's number. [B]"""
+        """Reduce x [B] over the scored members of each group; every row gets the result of its group. [B]"""
         result = torch.zeros(len(ids), dtype=x.dtype)
         return result.scatter_reduce_(0, group[scored], x[scored], how, include_self=False)[group]
 
     size = of_group(torch.ones_like(r))
     centered = r - of_group(r) / size
-    std = (of_group(centered**2) / size).sqrt()  # two passes: the squares are of small numbers
+    std = (of_group(centered**2) / size).sqrt()  # centered first: a mean of squares less a squared mean would cancel
     # Leaving r_i out of its own baseline: r_i - sum of the others / (n - 1) = n / (n - 1) (r_i - mean)
     advantage = centered * size / (size - 1) if baseline == "leave_one_out" else centered
     if scale == "std":
         advantage = advantage / (std + eps)
-    # Equal members say nothing, exactly: members are compared, because a computed std of equal numbers is noise
+    # A group of equal rewards must give exactly 0. Rewards are compared: rounding may make their computed std nonzero
     differ = scored & (of_group(r, "amax") > of_group(r, "amin"))
-    kind = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()  # whole numbers would cut A
+    kind = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()  # integers would truncate A
     result = torch.where(differ, advantage, 0.0).to(rewards.device, kind)
     if not result.isfinite().all():
         raise RewardError(f"advantages of rewards up to {r.abs().nan_to_num().max():g} do not fit {kind}: scale them")
@@ -105,21 +104,23 @@ def group_advantages(
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveStats:
-    """What one call of clipped_objective saw: sums over its trained tokens, so that parts of a step can be added.
+    """Statistics of one call of clipped_objective: sums over its trained tokens, so that parts of a step can be added.
 
     `a + b` merges two micro-batches (or ranks), `sum(parts, ObjectiveStats())` a whole step; the properties are then
-    means over all trained tokens of the step. policy_loss and kl_loss are shares of the step's loss: they add up to it
-    when every part was given the step's denominator.
+    means over all trained tokens of the step. When every part was given the step's denominator, policy_loss + kl_loss
+    of the merged statistics is the step's loss.
+
+    Legend: q probability ratio, A advantage, as in clipped_objective.
     """
 
     policy_loss: float = 0.0
-    """The policy term of the loss."""
+    """Policy term of the loss."""
     kl_loss: float = 0.0
     """beta times the aggregated KL; loss = policy_loss + kl_loss."""
     rows: float = 0.0
     """Completions with a trained token."""
     zero_rows: float = 0.0
-    """Those of them with advantage 0 at every trained token."""
+    """Completions among `rows` whose advantage is 0 at every trained token."""
     tokens: float = 0.0
     """Trained tokens."""
     ratio_sum: float = 0.0
@@ -132,7 +133,7 @@ class ObjectiveStats:
     kl_sum: float = 0.0
     kl_tokens: float = 0.0
     gap_tokens: float = 0.0
-    """Trained tokens whose gap was measured: logp_sampler was given, and gap_mask was true."""
+    """Trained tokens whose gap |logp_old - logp_sampler| was measured: logp_sampler given, and gap_mask true."""
     gap_sum: float = 0.0
     gap_max: float = 0.0
     """Largest |logp_old - logp_sampler|."""
@@ -141,7 +142,7 @@ class ObjectiveStats:
     weight_sum: float = 0.0
 
     def __add__(self, other: ObjectiveStats) -> ObjectiveStats:
-        """Sum of sums, maximum of maxima."""
+        """Statistics of both parts together: sums are added, maxima compared."""
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return ObjectiveStats(**{name: max(ab) if name.endswith("_max") else sum(ab) for name, ab in pairs.items()})
 
@@ -152,12 +153,12 @@ class ObjectiveStats:
 
     @property
     def clip_fraction_low(self) -> float:
-        """Share of trained tokens whose update the lower bound stopped (looks at the sign of A)."""
+        """Share of trained tokens at which the lower bound of q takes effect (see clipped_low)."""
         return self.clipped_low / max(self.tokens, 1)
 
     @property
     def clip_fraction_high(self) -> float:
-        """Share of trained tokens whose update the upper bound stopped (looks at the sign of A)."""
+        """Share of trained tokens at which the upper bound of q takes effect (see clipped_high)."""
         return self.clipped_high / max(self.tokens, 1)
 
     @property
@@ -172,34 +173,35 @@ class ObjectiveStats:
 
     @property
     def sampler_gap(self) -> float | None:
-        """Mean |logp_old - logp_sampler| over trained tokens; None when logp_sampler was not given."""
+        """Mean |logp_old - logp_sampler| over the tokens of gap_tokens, in nats; None when there are none."""
         return self.gap_sum / self.gap_tokens if self.gap_tokens else None
 
     @property
     def sampler_kl(self) -> float | None:
-        """Mean k3 estimate of KL(sampler || trainer) per trained token, d = logp_old - logp_sampler; None as above."""
+        """Mean k3 estimate of KL(sampler || trainer) over gap_tokens, d = logp_old - logp_sampler; None without any."""
         return self.gap_kl / self.gap_tokens if self.gap_tokens else None
 
     @property
     def sampler_equal_share(self) -> float | None:
-        """Share of trained tokens with logp_old == logp_sampler, bit for bit; None as above."""
+        """Share of gap_tokens with logp_old == logp_sampler, bit for bit; None without any."""
         return self.gap_equal / self.gap_tokens if self.gap_tokens else None
 
     @property
     def sampler_weight(self) -> float | None:
-        """Mean importance weight after the cap; 1 without a correction; None as above."""
+        """Mean importance weight after the cap over gap_tokens; 1 without a correction; None without any."""
         return self.weight_sum / self.gap_tokens if self.gap_tokens else None
 
 
 def step_denominator(mask: Tensor, aggregate: Aggregate, constant_length: int | None = None) -> float:
-    """N of clipped_objective for a whole optimizer step: what its summed loss is divided by.
+    """The denominator N of clipped_objective for a whole optimizer step.
 
         sequence  completions with a trained token
         token     trained tokens
         constant  B x L: all rows, masked ones too, times constant_length
 
-    mask [B, T] or [B], true where a token is trained. It adds up over micro-batches and ranks: pass each part of the
-    step the sum over all parts. Raises ConfigError for "constant" without a constant_length of at least 1.
+    mask [B, T] or [B], true where a token is trained. The denominators of micro-batches and ranks add up to the step's:
+    give their sum to clipped_objective for every part. Raises ConfigError for "constant" without a constant_length of
+    at least 1.
     """
     check_axes(aggregate=aggregate)
     if aggregate == "sequence":
@@ -234,7 +236,7 @@ def clipped_objective(
     sampler_cap: float = 2.0,
     gap_mask: Tensor | None = None,
 ) -> tuple[Tensor, ObjectiveStats]:
-    """The loss of GRPO and its relatives, to be minimized, and what was seen on the way.
+    """(loss to minimize, statistics) of GRPO and its variants.
 
         q    = exp(logp_new - logp_old)
         loss = 1/N sum_i n_i sum_t [ -w min(q A, clip(q, 1 - clip_low, 1 + clip_high) A) + beta KL(logp_new, logp_ref) ]
@@ -242,24 +244,23 @@ def clipped_objective(
     n_i is 1/|o_i| with aggregate "sequence" and 1 otherwise; N is `denominator`; w is 1 without a sampler correction.
 
     logp_new, logp_old, logp_ref, logp_sampler, mask: [B, T], or [B] (one token each) with mask None or [B].
-    advantages: [B], or [B, T] for one per token. mask is true (nonzero) where a token is trained; None means
-    everywhere. Only logp_new is differentiated; no argument is written to. Loss: 0-d, in logp_new's type but at least
-    fp32.
+    advantages: [B], or [B, T] for one per token. mask: true (nonzero) where a token is trained; None: everywhere. Only
+    logp_new is differentiated; no argument is written to. Loss: 0-d, in logp_new's dtype but at least fp32.
 
-    Masked positions may hold NaN or inf in any argument: they change neither loss nor gradient. A row that is
-    unscored or excluded is masked by the caller, and then its KL does not count either. Everything masked gives loss
-    0 and gradient 0. q past exp(20) goes on along the tangent, so that a wild ratio stays finite and visible
-    (ratio_max).
+    Masked positions may hold NaN or inf in any argument: they change neither loss nor gradient. The caller masks rows
+    that are unscored or excluded, and then their KL does not count either. With everything masked, loss and gradient
+    are 0. Where logp_new - logp_old exceeds 20, exp is continued by its tangent, so that an extreme q stays finite and
+    visible (ratio_max).
 
     denominator: N of the whole optimizer step, from step_denominator over all its micro-batches and ranks; the summed
-    gradient then does not depend on how the step was cut. None: this call is the whole step. constant_length is L.
+    gradient then does not depend on how the step was split. None: this call is the whole step. constant_length: L.
     beta: weight of the KL; kl names its estimator (see kl_estimate; k1 is refused when beta > 0). With beta 0 the KL is
     still reported when logp_ref is given.
-    logp_sampler: what the sampler reported, when it may differ from logp_old. sampler_correction weights the policy
-    term by w = exp(logp_old - logp_sampler), per token or as the product over the sequence, without gradient; above
-    sampler_cap it is cut to it ("truncate") or the token is left out but still counted in N ("mask").
+    logp_sampler: log-probabilities that the sampler reported, when they may differ from logp_old. sampler_correction
+    multiplies the policy term by w = exp(logp_old - logp_sampler), per token or as the product over the sequence,
+    without gradient; a w above sampler_cap becomes sampler_cap ("truncate") or 0 ("mask": the token still counts in N).
     gap_mask: [B], or [B, T], true where the gap between logp_old and logp_sampler is measured; None: at every trained
-    token. It decides about the statistics alone, never about the loss.
+    token. It changes only the statistics, never the loss.
 
     Raises ConfigError for an unknown axis value, a negative or non-finite clip bound or beta, dual_clip <= 1, beta > 0
     without logp_ref or with k1, a sampler correction without logp_sampler, "constant" with neither L nor N.
@@ -309,11 +310,12 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: KL = "k3") -> Tensor:
     """KL of the policy to the reference, estimated per token drawn from the policy; d = logp_ref - logp.
 
         k3 = exp(d) - d - 1   at least 0, unbiased for KL(policy || ref); as a loss its on-policy gradient is that of
-                              the forward KL(ref || policy). Past d = 20 it goes on along its tangent: value and
+                              the forward KL(ref || policy). Above d = 20 it is continued by its tangent: value and
                               gradient are finite and not zero at +-100
         k2 = d^2 / 2          at least 0, biased; as a loss its on-policy gradient is that of the reverse
                               KL(policy || ref)
-        k1 = -d               unbiased, either sign; as a loss its on-policy gradient is 0 in expectation: refused there
+        k1 = -d               unbiased, of either sign; as a loss its on-policy gradient is 0 in expectation, so
+                              clipped_objective refuses it
 
     Arguments and result have one shape; the result is at least fp32. Differentiable in logp. Raises ConfigError for an
     unknown kl.
@@ -321,23 +323,23 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kl: KL = "k3") -> Tensor:
     """
     check_axes(kl=kl)
     assert logp.shape == logp_ref.shape, f"log-probabilities {tuple(logp.shape)}, reference {tuple(logp_ref.shape)}"
-    d = _wide(logp_ref) - _wide(logp)  # fp16 ends at exp(11)
+    d = _wide(logp_ref) - _wide(logp)  # exp(d) overflows fp16 above d = 11
     if kl == "k1":
         return -d
     if kl == "k2":
         return d**2 / 2
     near = d.clamp(max=20.0)
-    return torch.expm1(near) + torch.exp(near) * (d - near) - d  # past 20 along the tangent, as in _exp
+    return torch.expm1(near) + torch.exp(near) * (d - near) - d  # tangent above 20, as in _exp
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp(x), past 20 along its tangent: value and gradient stay finite, and the gradient does not vanish."""
+    """exp(x), continued above 20 by its tangent: value and gradient stay finite, and the gradient does not vanish."""
     near = x.clamp(max=20.0)
     return torch.exp(near) * (1 + (x - near))
 
 
 def _surrogate(q: Tensor, A: Tensor, logp: Tensor, clip: Clip, low: float, high: float, dual_clip: float) -> Tensor:
-    """What is maximized, per token: min(q A, clip(q) A), its dual clip, or CISPO's constant weight times A logp."""
+    """The term to maximize, per token: min(q A, clip(q) A), its dual clip, or CISPO's constant weight times A logp."""
     clipped = q.clamp(1 - low, 1 + high)
     if clip == "cispo":
         return clipped.detach() * A * logp
@@ -348,7 +350,7 @@ def _surrogate(q: Tensor, A: Tensor, logp: Tensor, clip: Clip, low: float, high:
 
 
 def _sampler_weight(log_w: Tensor, level: SamplerCorrection, mode: SamplerMode, cap: float) -> Tensor:
-    """Importance weight of the trainer's old policy over the sampler; above the cap it is cut to it, or to 0."""
+    """Importance weight exp(log_w) of the trainer's old policy over the sampler; above the cap it becomes cap or 0."""
     if level == "none":
         return torch.ones_like(log_w)
     w = _exp(log_w.sum(-1, keepdim=True).expand_as(log_w) if level == "sequence" else log_w)
@@ -364,7 +366,7 @@ def _token_mask(logp: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _rows(x: Tensor, mask: Tensor) -> Tensor:
-    """A mask [B, T], or [B] with one flag per row, as bool on the device of `mask`, to be broadcast over it."""
+    """A mask [B, T], or [B] with one flag per row, as bool on the device of `mask`, broadcastable to its shape."""
     x = x.to(mask.device, torch.bool)
     x = x.unsqueeze(-1) if x.ndim == 1 else x
     assert x.shape in (mask.shape, (len(mask), 1)), f"{tuple(x.shape)} does not fit {tuple(mask.shape)}"
@@ -372,12 +374,12 @@ def _rows(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least fp32."""
+    """x in its own dtype, or in fp32 if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _read(x: Tensor, mask: Tensor, per_row: bool = False) -> Tensor:
-    """[B, T], or [B] where T is 1 or x has one number per row. What is masked, NaN too, becomes 0 before any use."""
+    """x as [B, T], masked positions (NaN included) set to 0; x may be [B] if T is 1 or, with per_row, one per row."""
     x = x.unsqueeze(-1) if x.ndim == 1 else x
     fits = x.shape == mask.shape or (per_row and x.shape == (len(mask), 1))
     assert fits, f"{tuple(x.shape)} does not fit {tuple(mask.shape)}"
@@ -385,7 +387,7 @@ def _read(x: Tensor, mask: Tensor, per_row: bool = False) -> Tensor:
 
 
 def _aggregated(x: Tensor, mask: Tensor, aggregate: Aggregate, denominator: float | Tensor) -> Tensor:
-    """Tokens to rows, rows to one number, over the step's denominator (0 when nothing is trained: the sum is 0)."""
+    """Sum (with "sequence" mean) over tokens, then sum over rows, over the denominator; 0 if no token is trained."""
     n = float(denominator)
     assert 0 < n < math.inf or not mask.any(), f"denominator {n} for {int(mask.sum())} trained tokens"
     rows = torch.where(mask, x, 0.0).sum(-1)
@@ -440,27 +442,27 @@ def _sampler_numbers(log_w: Tensor, weight: Tensor, mask: Tensor) -> dict[str, T
 
 
 class RolloutClient(Protocol):
-    """Whatever samples: the embedded engine, a server, a pool.
+    """A sampler of completions: the embedded engine, a server, a pool.
 
-    A client returns the ids that were sampled, stop token included, and one log-probability per id under the
-    distribution the token was really drawn from. It never tokenizes text again, and raises EngineError when its source
-    gives no ids or no log-probabilities.
+    A client returns the token ids that were sampled, stop token included, and one log-probability per id under the
+    distribution that the token was sampled from. It never tokenizes text again, and raises EngineError when it receives
+    no ids or no log-probabilities.
     """
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """params.n completions of each prompt, in any order; one that failed has finish_reason "error" and a reason."""
+        """params.n completions of each prompt, in any order; a failed one has finish_reason "error" and a reason."""
         ...
 
 
 def collect_groups(
     client: RolloutClient, prompts: Sequence[Prompt], params: SamplingParams, verify: Verify
 ) -> list[Group]:
-    """Sample all prompts, verify what came back, and group it: params.n rollouts per prompt, prompts in their order.
+    """Sample all prompts, verify the completions and group them: params.n rollouts per prompt, in the prompts' order.
 
     Completions are matched to prompts by (prompt_id, draw, sample), never by position. verify is called once, with
-    every usable completion exactly once beside its prompt; not at all when there is none. A failure is data: an
-    unscored rollout with its reason, whose completion has finish_reason "error" and no tokens (see _fault for what
-    counts as one). Raises EngineError and RewardError as check_completions and judge_completions do.
+    every usable completion and its prompt; it is not called when no completion is usable. A failed completion is data:
+    an unscored rollout with the reason, finish_reason "error" and no tokens. Raises EngineError and RewardError as
+    check_completions and judge_completions do.
     """
     completions = check_completions(client.sample(prompts, params), prompts, params)
     return group_rollouts(prompts, completions, judge_completions(verify, prompts, completions).verdicts)
@@ -469,10 +471,11 @@ def collect_groups(
 def check_completions(
     returned: Sequence[Completion], prompts: Sequence[Prompt], params: SamplingParams
 ) -> list[Completion]:
-    """What a client returned, put in order: params.n completions per prompt, prompt after prompt, sample after sample.
+    """A client's completions, checked and in order: params.n per prompt, prompt after prompt, sample after sample.
 
-    One that is missing, or that nothing can be trained on, is a failed completion with its reason. Raises EngineError
-    for a completion that was not asked for or is there twice, and when nothing of what the client claims is usable.
+    A completion that is missing or cannot be trained on becomes a failed completion with the reason. Raises EngineError
+    for a completion that was not requested or was returned twice, when the client returned nothing, and when every
+    completion is unusable though the client marked at least one as successful.
     """
     asked = {(p.id, p.draw, sample): p for p in prompts for sample in range(params.n)}
     assert len(asked) == len(prompts) * params.n, "a prompt drawn twice in one call needs two draw numbers"
@@ -489,11 +492,11 @@ def check_completions(
     claimed = [key for key, c in found.items() if c.finish_reason != "error"]
     if (
         asked and len(faults) == len(found) and (claimed or not found)
-    ):  # one bad completion is data; a bad client is not
+    ):  # one bad completion is a record with a reason; a client without any good one is an error
         why = f"{claimed[0]}: {faults[claimed[0]]}" if claimed else "it returned nothing"
         raise EngineError(f"the client gave no usable completion for {len(asked)} asked ({why}): fix the client")
 
-    # Without tokens nothing downstream can train on a completion that has a fault
+    # A completion with a fault loses its tokens, so that no later stage can train on them
     blank = {"token_ids": (), "logprobs": (), "spans": (), "finish_reason": "error"}
     for key, fault in faults.items():
         found[key] = replace(found[key], **blank, error=fault)  # type: ignore[arg-type]
@@ -503,12 +506,12 @@ def check_completions(
 
 
 def judge_completions(verify: Verify, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Judged:
-    """One verdict per completion, in order, and what was logged for it.
+    """One verdict per completion, in order, and the values that reward functions logged.
 
-    verify gets every completion that did not fail, once, beside its prompt; it returns one Verdict for each, or Judged.
-    A completion that failed is unscored with its reason. If verify raises, everything it was given is unscored with
-    what it raised; our own errors pass through. A reward beyond 1e100 is unscored too. Raises RewardError when verify
-    returns another number of verdicts, or something else.
+    verify gets every completion that did not fail, once, with its prompt; it returns one Verdict for each, or Judged.
+    A failed completion is unscored, with its reason. If verify raises an exception, all completions given to it are
+    unscored with that exception as the reason; a TinyLLMError passes through. A reward beyond 1e100 is unscored too.
+    Raises RewardError when verify returns a wrong number of verdicts, or objects other than verdicts.
     """
     by_id = {(p.id, p.draw): p for p in prompts}
     place = {i: n for n, i in enumerate(i for i, c in enumerate(completions) if c.finish_reason != "error")}
@@ -527,7 +530,7 @@ def judge_completions(verify: Verify, prompts: Sequence[Prompt], completions: Se
     if count != len(given) or not all(isinstance(v, Verdict) for v in verdicts):
         what = f"{count} verdicts" if count not in (None, len(given)) else "something other than verdicts"
         raise RewardError(f"the verifier returned {what} for {len(given)} completions: return one Verdict for each")
-    # Without a value a failed completion leaves mean and std of its group
+    # A failed completion has no value, so group_advantages leaves it out of its group's mean and std
     return Judged(
         tuple(
             _bounded(verdicts[place[i]])
@@ -548,7 +551,7 @@ def judge_completions(verify: Verify, prompts: Sequence[Prompt], completions: Se
 def group_rollouts(
     prompts: Sequence[Prompt], completions: Sequence[Completion], verdicts: Sequence[Verdict]
 ) -> list[Group]:
-    """One group per prompt: its completions, each with the verdict at the same place."""
+    """One group per prompt, from completions and their verdicts at the same index."""
     members: dict[tuple[str, int], list[Rollout]] = {(p.id, p.draw): [] for p in prompts}
     for c, v in zip(completions, verdicts, strict=True):
         members[c.prompt_id, c.draw].append(Rollout(c, v))
@@ -567,7 +570,7 @@ def _fault(c: Completion, params: SamplingParams) -> str | None:
 
 
 def _bounded(v: Verdict) -> Verdict:
-    """A value that group_advantages would refuse is unscored, so that one wild reward does not end a run."""
+    """The verdict, unscored if group_advantages would refuse its value: one extreme reward must not end a run."""
     if v.value is None or abs(v.value) <= _LARGEST_REWARD:
         return v
     return replace(v, value=None, reason=f"reward {v.value:g} is beyond {_LARGEST_REWARD:g}")

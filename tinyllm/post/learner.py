@@ -1,4 +1,4 @@
-"""The policy in training: model, optimizer, updater, and the policy that a KL term holds it to."""
+"""The trained policy: model, optimizer, updater, and the reference policy of a KL term."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("tinyllm")
 
 @dataclass(frozen=True)
 class Learner:
-    """Everything that turns batches into new weights."""
+    """The parts that turn batches into new weights."""
 
     config: Config
     ranks: Ranks
@@ -34,17 +34,21 @@ class Learner:
     optimizer: Optimizer
     updater: Updater
     reference: Scorer | None
-    """Scores under the policy of the KL term; None where no such policy is held."""
+    """Scores sequences under the reference policy; None where the run has none."""
     start_hash: str
-    """Of the weights that training starts from."""
+    """Hash of the weights that training starts from."""
     reference_hash: str
+    """Hash of the weights of the reference policy, or start_hash where the run has none."""
     probe: Mapping[str, tuple[bool, Any, Any]]
     """Which numerical properties hold on this machine; see engine/probe.py."""
     sharded: Sharded | None
-    """The weights in shards, where several ranks train."""
+    """The sharded model, where several ranks train; else None."""
 
     def weights_hash(self) -> str:
-        """Of the weights as they are now; those that are trained in shards are made whole first, on every rank."""
+        """Hash of the weights as they are now; sharded weights are first gathered whole on every rank.
+
+        Raises TinyLLMError where the ranks have different weights.
+        """
         if self.sharded is not None:
             self.sharded.copy_to(self.policy.model)
         own = models.weights_hash(self.policy.model, self.start_hash)
@@ -56,7 +60,10 @@ class Learner:
         return own
 
     def start_scorer(self) -> Scorer | None:
-        """Scores under the start policy; read again each time, since between evaluations nothing needs its memory."""
+        """A scorer of the start policy, loaded anew on every call to use no memory between evaluations.
+
+        None, with a warning, where the model's files have changed since the run started.
+        """
         model_config = self.config.model
         start: Any = models.load_model(model_config.name, model_config.dtype, model_config.device)
         if models.content_hash(start) != self.start_hash:
@@ -67,7 +74,7 @@ class Learner:
 
 
 def load_learner(config: Config, longest: int, ranks: Ranks) -> Learner:
-    """Loads the model of a configuration; longest: tokens of the longest sequence, prompt and completion.
+    """Load the model of a configuration; longest: tokens of the longest sequence, prompt plus completion.
 
     Raises ModelError and ConfigError for what cannot be trained or does not fit into memory.
     """
@@ -97,7 +104,7 @@ def load_learner(config: Config, longest: int, ranks: Ranks) -> Learner:
 
 
 def _reference(config: Config, policy: Policy, start_hash: str) -> tuple[Scorer | None, str]:
-    """Scores under the policy of the KL term (the start policy, or another model), and the hash of its weights."""
+    """(scorer of the reference policy or None, hash of its weights): the start policy, or model.reference."""
     objective, budget = objective_of(config), config.train.tokens_per_microbatch
     temperature = objective.temperature
     if config.model.reference:
@@ -118,7 +125,7 @@ def _reference(config: Config, policy: Policy, start_hash: str) -> tuple[Scorer 
 
 
 def checkpoint_layers(policy: Policy) -> None:
-    """Gradient checkpointing in eval mode: only the layers' own training flag is set, so dropout stays off."""
+    """Turn on gradient checkpointing in eval mode: only the layers' own training flag is set, so dropout stays off."""
     policy.causal.gradient_checkpointing_enable({"use_reentrant": False})
     for module in policy.causal.modules():
         if getattr(module, "gradient_checkpointing", False):

@@ -1,6 +1,7 @@
-"""What a run minimizes, as the loop sees it: how groups become a batch, and a micro-batch a loss.
+"""The protocol `Objective`: how groups become a batch, and a micro-batch a loss; and the objective of GRPO.
 
-GRPO, SFT and DPO are rows of one table; trainer, updater and replay do not know which of them a run minimizes.
+Trainer, updater and replay use this protocol alone and do not know whether a run is GRPO, SFT or DPO.
+Legend: B rollouts, n trained tokens of one row.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from tinyllm.post.sft import SFTObjective
 from tinyllm.records import Group, Revision
 
 S = TypeVar("S")
-"""Statistics of an objective: frozen sums with `tokens` among them, which `+` merges over micro-batches and ranks."""
+"""Statistics of an objective: a frozen record of sums, `tokens` among them; `a + b` merges micro-batches and ranks."""
 
 
 class Objective(Protocol[S]):
-    """A loss over recorded groups, with its statistics S."""
+    """A loss over groups, with statistics of type S."""
 
     needs_reference: bool
     """Whether the loss reads the reference policy's log-probabilities."""
     temperature: float
-    """Of the log-probabilities."""
+    """Temperature of the softmax under which log-probabilities are taken."""
     updates_per_batch: int
-    """Optimizer steps on each batch."""
+    """Number of optimizer steps on each batch."""
     empty: S
-    """Statistics of nothing."""
+    """Statistics of no tokens: the neutral element of `+`."""
 
     def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
-        """Rows, advantages, mask, denominator and micro-batches; revision: that is being trained."""
+        """The batch of these groups; revision: of the weights before this step's update, see Batch.revision."""
         ...
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
-        """Log-probabilities of a row's trained tokens under the policy that sampled them, [n].
+        """logp_old: log-probabilities of a row's trained tokens under the policy that sampled them, [n].
 
-        first: the trainer's own, of the batch's first pass.
+        first: log-probabilities that the trainer computed in its first pass over the batch, [n].
         """
         ...
 
@@ -54,9 +55,10 @@ class Objective(Protocol[S]):
         old: Sequence[Tensor],
         reference: Sequence[Tensor] | None,
     ) -> tuple[Tensor, S]:
-        """(share of the step's loss, statistics) of a micro-batch: one tensor per row, one number per trained token.
+        """(share of the step's loss, statistics) of a micro-batch.
 
-        logp is differentiable; old is what `old` gave, reference that of the reference policy.
+        rows: row numbers of the batch. logp, old, reference: one tensor [n] per row, with the log-probabilities under
+        the trained policy (differentiable), from the method `old`, and under the reference policy.
         """
         ...
 
@@ -65,19 +67,19 @@ class Objective(Protocol[S]):
         ...
 
     def metrics(self, groups: Sequence[Group], batch: Batch, stats: S, logged: Mapping[str, float]) -> dict[str, Any]:
-        """Keys of metrics.jsonl that this objective adds; logged: what reward functions logged."""
+        """Keys of metrics.jsonl that only this objective has; logged: numbers that reward functions logged."""
         ...
 
 
 def objective_of(config: Config) -> Objective[Any]:
-    """The objective of a configuration, by its kind."""
+    """The objective for the configuration's kind (GRPO, SFT or DPO)."""
     if isinstance(config, GRPOConfig):
         return GRPOObjective(config)
     return DPOObjective(config) if isinstance(config, DPOConfig) else SFTObjective(config)
 
 
 class GRPOObjective:
-    """Grouped advantages and the clipped objective of grpo.py."""
+    """The objective of GRPO: grouped advantages and the clipped objective of grpo.py."""
 
     empty = ObjectiveStats()
 
@@ -90,11 +92,11 @@ class GRPOObjective:
         self.max_gap = config.engine.max_gap if config.engine.urls else 0.0
 
     def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
-        """Groups with their advantages; revision: that is being trained, None for on-policy."""
+        """The batch with its advantages, see make_batch."""
         return make_batch(groups, self.rules, revision)
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
-        """The first pass's for a row of the trained revision; where older weights had a part, what was recorded."""
+        """`first` for a row that the current weights sampled; the recorded log-probabilities for any other row."""
         return first if batch.is_current(row) else batch.recorded(row).to(first.device)
 
     def loss(
@@ -105,9 +107,9 @@ class GRPOObjective:
         old: Sequence[Tensor],
         reference: Sequence[Tensor] | None,
     ) -> tuple[Tensor, ObjectiveStats]:
-        """The micro-batch's share of clipped_objective.
+        """clipped_objective of the micro-batch, with the denominator of the whole step.
 
-        The sampler gap is measured on rows of the trained revision: for older ones `old` is the record itself.
+        The sampler gap is measured only on rows that the current weights sampled: elsewhere `old` is the record itself.
         """
         values, mask = padded(logp)
         device = values.device
@@ -124,7 +126,7 @@ class GRPOObjective:
         )
 
     def stop_reason(self, stats: ObjectiveStats) -> str | None:
-        """With servers: that they sample from another distribution, by more than engine.max_gap."""
+        """The reason, where servers' log-probabilities differ from the trainer's by more than engine.max_gap."""
         gap = stats.sampler_gap
         if not self.max_gap or gap is None or gap <= self.max_gap:
             return None
@@ -137,6 +139,7 @@ class GRPOObjective:
     def metrics(
         self, groups: Sequence[Group], batch: Batch, stats: ObjectiveStats, logged: Mapping[str, float]
     ) -> dict[str, Any]:
+        """Rewards, lag, KL, clipping, ratios and sampler gap; None where nothing was measured."""
         live = stats.tokens > 0
         return {
             **_reward_metrics(groups, batch, logged),
@@ -154,7 +157,7 @@ class GRPOObjective:
 
 
 def _lag_metrics(batch: Batch) -> dict[str, Any]:
-    """Mean and largest lag of the sampled tokens: the trained revision's step minus that of the sampling revision."""
+    """Mean and largest lag of sampled tokens, in steps: the current weights' step less the sampling weights' step."""
     spans = [s for r in batch.rollouts for s in r.completion.all_spans if s.revision is not None and s.end > s.start]
     if batch.revision is None or not spans:
         return {"lag_mean": None, "lag_max": None}
@@ -165,7 +168,7 @@ def _lag_metrics(batch: Batch) -> dict[str, Any]:
 
 
 def _reward_metrics(groups: Sequence[Group], batch: Batch, logged: Mapping[str, float]) -> dict[str, Any]:
-    """What verifiers said of the sampled rollouts, and how many groups had something to learn from."""
+    """Statistics of the verdicts of all sampled rollouts, and the number of groups with signal."""
     rollouts = [r for g in groups for r in g.rollouts]
     values = [r.verdict.value for r in rollouts if r.verdict.value is not None]
     judged = [r.verdict for r in rollouts if "correct" in dict(r.verdict.parts)]
@@ -202,5 +205,5 @@ def _any_signal(batch: Batch, group: int, size: int) -> bool:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
+    """Arithmetic mean; None for an empty sequence."""
     return sum(values) / len(values) if values else None

@@ -1,9 +1,9 @@
 """Fp32 master weights, AdamW or SGD, learning-rate schedule, gradient norm.
 
-Where the model computes in bf16, each parameter has an fp32 master here and is its rounded copy; gradients accumulate
-in fp32. Where it computes in fp32 the parameter is its own master. Sums over whole tensors are taken in fixed blocks,
-so they do not depend on the number of threads. On several ranks each optimizer updates its own shards of fp32 masters,
-and what is asked of it (the norm, a name that is not finite) is of all shards.
+A model in bf16 has an fp32 master of each parameter here; the parameter is the master's rounded copy, and gradients
+accumulate in fp32. In a model in fp32 each parameter is its own master. Sums over whole tensors are taken in fixed
+blocks, so they do not depend on the number of threads. On several ranks each optimizer updates its rank's shards;
+gradient_norm and the searches for non-finite numbers cover the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tinyllm.distributed.ranks import SOLO, Ranks
 
 _SUM_BLOCK = 4096
 EPS = 1e-8
-"""Of AdamW: what every recipe trains with; it only keeps a gradient of 0 from dividing by 0."""
+"""Epsilon of AdamW, the usual value; it keeps a gradient of 0 from dividing by 0."""
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """fp64 sum of x^2 (on the CPU), block after block: the same for every number of threads."""
+    """Sum of x^2, added in blocks of a fixed size: the same bits for every number of threads. 0-d fp64 on the CPU."""
     flat = x.detach().reshape(-1)
     whole = flat.numel() // _SUM_BLOCK * _SUM_BLOCK
     blocks = flat[:whole].view(-1, _SUM_BLOCK).float().square().sum(-1)
@@ -33,7 +33,10 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """lr of step 1 .. steps: linear warm-up, then constant, or linear or cosine decay to 0 after the last step."""
+    """Learning rate of a step, 1 to `steps`: linear warm-up, then constant, or linear or cosine decay.
+
+    The decay would reach 0 one step after the last.
+    """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -71,29 +74,30 @@ class Optimizer:
 
     @property
     def has_masters(self) -> bool:
-        """Whether any parameter computes in less than fp32 and so has a master of its own."""
+        """Whether any parameter is stored in less than fp32 and so has a separate fp32 master."""
         return any(self.masters[name] is not p for name, p in self.parameters.items())
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients by name: of this rank's shards, where the parameters are sharded."""
+        """Gradients by parameter name; of this rank's shards where the parameters are sharded."""
         return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
+        """Discard all gradients."""
         for p in self.parameters.values():
             p.grad = None
 
     def gradient_norm(self) -> float:
-        """L2 norm over all parameters."""
+        """L2 norm of the gradient over all parameters, and over all ranks' shards."""
         squares = [sum_of_squares(g).item() for g in self.gradients().values()]
         return math.sqrt(math.fsum(x for shards in self.ranks.gather(squares) for x in shards))
 
     def non_finite_gradient(self) -> str | None:
-        """Name of the first parameter whose gradient, or its norm in fp32, is not finite."""
+        """Name of the first parameter whose gradient has a sum of squares that is not finite in fp32; or None."""
         return self._first(n for n, g in self.gradients().items() if not math.isfinite(sum_of_squares(g)))
 
     @torch.no_grad()
     def non_finite_weight(self) -> str | None:
-        """Name of the first parameter with NaN or infinity in it."""
+        """Name of the first parameter that contains NaN or infinity; None if none does."""
         return self._first(n for n, p in self.parameters.items() if not local(p).sum().isfinite())
 
     def _first(self, names: Iterable[str]) -> str | None:
@@ -102,7 +106,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, norm: float) -> None:
-        """One update at learning rate lr, gradients scaled down to clip_norm when their norm is larger."""
+        """One update at learning rate lr; gradients are scaled down where `norm`, their L2 norm, exceeds clip_norm."""
         assert math.isfinite(norm), norm
         scale = self.config.clip_norm / (norm + 1e-6) if self.config.clip_norm else 1.0
         for name, p in self.parameters.items():
@@ -121,7 +125,7 @@ class Optimizer:
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Groups of tensors for a checkpoint: the trained weights, their masters where they differ, the moments."""
+        """Tensors for a checkpoint, in groups: "weights", "masters" where they differ from weights, and "optimizer"."""
         groups: dict[str, dict[str, Tensor]] = {"weights": {n: p.detach() for n, p in self.parameters.items()}}
         if self.has_masters:
             groups["masters"] = dict(self.masters)
@@ -134,15 +138,19 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restores what `tensors` gave, bit for bit, on any number of ranks; the given tensors are whole, no shards."""
+        """Restore the state that `tensors` saved, bit for bit, on any number of ranks.
+
+        The given tensors are whole, not shards.
+        """
         exact = groups.get("masters", groups["weights"])  # weights in fp32 are their own masters
         for name, p in self.parameters.items():
             p.copy_(like(groups["weights"][name], p))
             self.masters[name].copy_(like(exact[name], p))
-        for key, value in groups.get("optimizer", {}).items():  # SGD has none, and shards keep no empty group
+        # SGD has no moments, and a sharded checkpoint stores no empty group
+        for key, value in groups.get("optimizer", {}).items():
             moment, name = key.split(":", 1)
             master = self.masters[name]
-            if moment == "step":  # where a fused kernel reads it; of several ranks' checkpoints it has one element
+            if moment == "step":  # 0-d on the fused kernel's device; in a sharded checkpoint [1]
                 there = master.device if self._inner.defaults.get("fused") else value.device
                 self._inner.state[master][moment] = value.clone().reshape(()).to(there)
             else:

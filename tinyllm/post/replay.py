@@ -1,10 +1,10 @@
-"""Derive a finished run again from its initial weights and its recorded rollouts, hop by hop, and compare.
+"""Replay: recompute a run from its initial weights and its recorded rollouts, hop by hop, and compare with the record.
 
-Each step's verdicts, advantages, log-probabilities, loss, gradient and new weights are computed anew and held against
-what metrics.jsonl recorded; the first difference is named by step, hop and, where there is one, row. With another
-objective or reward it answers "what if" on the same rollouts: nothing is compared and the result stands in derived/.
+Each step's verdicts, advantages, log-probabilities, loss, gradient and new weights are computed again and compared with
+the record; the first difference is reported with its step, hop and, if known, row. With another objective or reward,
+replay answers "what if" on the same rollouts: nothing is compared, and the metrics are written to derived/.
 
-The parts are those of training (verify, make_batch, Updater, Optimizer), so replay and training cannot disagree.
+Replay uses the code of training (judge, Objective, Updater, Optimizer), so the two cannot drift apart.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Divergence:
     hop: str
     """record, sample, verify, advantage, log-probability, loss, gradient, update or checkpoint."""
     where: str | None
-    """Row (its group and sample), tensor or file, where there is one."""
+    """The row (group and sample), tensor or file that differs, if known."""
     recorded: Any
     replayed: Any
 
@@ -59,15 +59,16 @@ class Divergence:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a replay found."""
+    """Outcome of a replay."""
 
     steps: tuple[int, ...]
-    """Steps replayed."""
+    """Numbers of the replayed steps."""
     divergence: Divergence | None
+    """The first difference; None when every comparison was equal, or nothing was compared."""
     conditions: tuple[tuple[str, Any, Any], ...]
-    """Properties of the manifest that differ here: (name, recorded, now)."""
+    """Properties of the manifest that differ on this machine: (name, recorded, now)."""
     what_if: Path | None = None
-    """Where the numbers of another objective or reward were written."""
+    """File with the metrics under another objective or reward."""
 
 
 def replay(
@@ -81,11 +82,12 @@ def replay(
     on_step: Callable[[int, int], None] = lambda done, total: None,
     callbacks: Sequence[Callback] = (),
 ) -> ReplayResult:
-    """Recompute the recorded steps of a run and compare every hop.
+    """Recompute the recorded steps of a run and compare every hop with the record.
 
-    steps: first and last step; the start is the nearest checkpoint before. sample: draw every completion again too.
-    objective, reward: "what if", with another preset or reward function; nothing is compared. tolerance: compare
-    numbers within this relative difference instead of hashes (another processor). Raises RunError, ConfigError.
+    steps: first and last step (None: all); training starts from the nearest checkpoint before. sample: also sample
+    every completion again. objective, reward: "what if" under another preset or reward function; nothing is compared.
+    tolerance: compare numbers within this relative and absolute difference instead of hashes, as on another processor.
+    on_step: called with (steps done, steps in all). Raises RunError, ConfigError.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ConfigError(f"--tolerance {tolerance}: must be a finite number of at least 0")
@@ -128,7 +130,7 @@ def _range(run: RunDir, steps: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _here(run: RunDir, config: Config, sample: bool) -> Config:
-    """Without servers or a pool: what they have sampled, the embedded engine samples again bit for bit."""
+    """The configuration without servers and pool: the embedded engine samples the same bits as tinyllm's servers."""
     if not isinstance(config, GRPOConfig):
         return config
     config = replace(config, pool=PoolConfig())
@@ -157,7 +159,7 @@ def _what_if(config: Config, sample: bool, objective: str | None, reward: str | 
 
 
 class _Player:
-    """Replays step after step on the parts of a run, built again."""
+    """Replays steps of `run` with the freshly built parts `again`."""
 
     def __init__(self, run: RunDir, again: Run, sample: bool, tolerance: float | None, compare: bool) -> None:
         self.run, self.again, self.sample, self.tolerance, self.compare = run, again, sample, tolerance, compare
@@ -170,13 +172,13 @@ class _Player:
         self.versions = Versions(again.learner.optimizer.parameters, self.lag + 1)
 
     def start(self, first: int, last: int) -> Iterator[int]:
-        """The steps to replay, once the weights are those before the first of them."""
+        """Bring the weights to the state before step `first`, then yield the numbers of the steps to replay."""
         begin = 0
         for step in sorted((s for s in self.checkpoints if s < first - self.lag), reverse=True):
             try:
                 _, tensors, _ = self.run.load_checkpoint(step)
             except RunError:
-                continue  # a damaged one; an earlier one, or the initial weights, will do
+                continue  # damaged: take an earlier checkpoint, or the initial weights
             self.learner.optimizer.load(tensors)
             begin = step
             break
@@ -186,7 +188,7 @@ class _Player:
         yield from range(first, last + 1)
 
     def step(self, number: int) -> Divergence | None:
-        """Replays one step; the first difference, or None."""
+        """Replay one step; returns the first difference, or None."""
         file = self.run.read_rollouts(number)
         if file.changed and self.compare:
             return Divergence(number, "record", file.changed[0], "a row with another checksum", "the row as it is now")
@@ -225,7 +227,7 @@ class _Player:
         self.again.publish(revision)
 
     def _recorded(self, step: int) -> Revision:
-        """What the run called the weights after a step: here they may differ, by another processor or a "what if"."""
+        """The recorded revision of a step; the replayed weights may differ, on another processor or in a "what if"."""
         return Revision(step, self.metrics[step]["hashes"]["weights"]) if step in self.metrics else self.revision
 
     # -- hops -----------------------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ class _Player:
         for group, rollout in _rows(groups):
             old = rollout.completion
             new = again.get((group.prompt.id, group.prompt.draw, old.sample))
-            if new is None:  # it failed, or the environment gave some of its tokens
+            if new is None:  # the completion failed, or has tokens of the environment
                 continue
             for i, pair in enumerate(zip(old.token_ids, new.token_ids, strict=False)):
                 if pair[0] != pair[1]:
@@ -247,14 +249,14 @@ class _Player:
                     step, "sample", f"{_name(group, rollout)}, length", len(old.token_ids), len(new.token_ids)
                 )
             for i, (was, now) in enumerate(zip(old.logprobs, new.logprobs, strict=True)):
-                if was is None or now is None:  # given by the environment
+                if was is None or now is None:  # inserted by the environment
                     continue
                 if not self._same(was, now):
                     return Divergence(step, "log-probability", f"{_name(group, rollout)}, token {i}", was, now)
         return None
 
     def _judged(self, step: int, groups: Sequence[Group]) -> list[Group]:
-        """The groups with verdicts given anew; a failure (no value) is kept as recorded, since it cannot be derived."""
+        """The groups with new verdicts, except those that _keeps names."""
         if self.sampling is None:
             return list(groups)
         prompts = [group.prompt for group in groups]
@@ -267,7 +269,7 @@ class _Player:
         return group_rollouts(prompts, completions, kept)
 
     def _keeps(self, rollout: Rollout) -> bool:
-        """Whether a recorded verdict stays as it is: a failure to judge (no value) cannot be derived again."""
+        """Whether the recorded verdict stays: one without a value, since a failure to judge cannot be derived again."""
         return self.compare and rollout.verdict.value is None
 
     def _verified(self, step: int, groups: Sequence[Group], judged: Sequence[Group]) -> Divergence | None:
@@ -299,7 +301,7 @@ class _Player:
     def _log_probabilities(
         self, step: int, batch: Batch, result: UpdateResult, row: dict[str, Any]
     ) -> Divergence | None:
-        if row.get("sampler_equal") == 1.0:  # then the record holds the trainer's own numbers, token by token
+        if row.get("sampler_equal") == 1.0:  # the record holds the trainer's own numbers, token by token
             for index, logp in sorted(result.logprobs.items()):
                 rollout = batch.rollouts[index]
                 if not batch.is_current(index):
@@ -315,7 +317,7 @@ class _Player:
         return None if recorded == again else Divergence(step, "log-probability", None, recorded, again)
 
     def _close(self, step: int, row: dict[str, Any], result: UpdateResult) -> Divergence | None:
-        """The comparison within a tolerance: the numbers a step leaves, without hashes."""
+        """Compare entropy, loss and gradient norm within the tolerance; hashes are not compared."""
         for hop, key, now in (
             ("log-probability", "entropy", result.entropy),
             ("loss", "loss", result.loss),
@@ -348,7 +350,7 @@ class _Player:
         return None
 
     def final_model(self, last: int) -> Divergence | None:
-        """Whether model/ holds the weights of the last step."""
+        """The first difference between model/ and the replayed weights of the last step, or None."""
         folder = self.run.path / "model"
         if (
             self.tolerance is not None
@@ -367,7 +369,7 @@ class _Player:
         return None
 
     def write_what_if(self, objective: str | None, reward: str | None) -> Path:
-        """metrics of another objective or reward on the recorded rollouts, in derived/, marked as such."""
+        """Write the metrics under another objective or reward to derived/, each line marked "what_if"."""
         name = "-".join(["what-if", *(x.replace(":", ".").replace("/", ".") for x in (objective, reward) if x)])
         mark = {"what_if": {"objective": objective, "reward": reward}}
         path = self.run.path / "derived" / f"{name}.jsonl"

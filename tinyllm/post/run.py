@@ -1,4 +1,4 @@
-"""`train` starts a run of any kind, `resume` continues one; both end with a saved model."""
+"""`train` starts a run of any kind, `resume` continues one; both save the trained model at the end."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tinyllm.records import Revision
 
 
 def train(config: Config, *, reward: Callable[..., Any] | None = None, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Train by GRPO, SFT or DPO, as the configuration's kind says; returns where the results are.
+    """Train by GRPO, SFT or DPO, whichever the configuration is for; returns the paths and evaluations of the run.
 
-    reward: a reward function as a Python object, instead of config.reward.functions. Raises the errors of errors.py:
-    before any work for a user's mistake, later with everything saved.
+    reward: a reward function as a Python object, in place of config.reward.functions. Raises the errors of errors.py:
+    for a user's mistake before any work, later with all finished steps saved.
     """
     ranks = current_ranks()
     # Before anything is loaded
@@ -49,11 +49,11 @@ def resume(
     engine: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> RunResult:
-    """Continue a run that was stopped: it ends as it would have without the stop. Raises RunError.
+    """Continue a run that was stopped; it ends with the bits it would have had without the stop. Raises RunError.
 
-    reward: the reward function the run was started with, where it was given as an object that cannot be imported.
-    engine: options of this section that are others now, as {"urls": ("http://127.0.0.1:8001",)}; the record keeps
-    those of the start.
+    reward: the reward function of the run, where it was given as a Python object that cannot be imported. engine:
+    options of the section [engine] to change, as {"urls": ("http://127.0.0.1:8001",)}; the manifest keeps the options
+    of the start.
     """
     ranks = current_ranks()
     with shared_run(ranks, lambda: RunDir.open(path)) as folder:
@@ -62,7 +62,7 @@ def resume(
         try:
             require_same_start(run, folder)
             progress = Progress()
-            with suppress(RunError):  # none yet, or, after a warning, none whole: start weights and record will do
+            with suppress(RunError):  # no checkpoint yet, or (after a warning) no whole one: step 0 and the record do
                 _, tensors, state = folder.load_checkpoint()
                 run.learner.optimizer.load(tensors)
                 known = {field.name for field in fields(Progress)}
@@ -79,7 +79,7 @@ def resume(
 
 
 def _train(run: Run, folder: RunDir, progress: Progress, recorded: Sequence[int]) -> RunResult:
-    """Trains from `progress` on; recorded: the steps that follow and are on disk already."""
+    """Train from `progress` to the end; recorded: numbers of the steps after it whose rollouts are on disk already."""
     learner = run.learner
     revision = Revision(progress.step, learner.weights_hash())
     run.publish(revision)
@@ -114,7 +114,7 @@ def _train(run: Run, folder: RunDir, progress: Progress, recorded: Sequence[int]
         except TrainingStopped:
             trainer.save()
             raise
-        except KeyboardInterrupt:  # the second one: nothing more is saved, and what is on disk can go on
+        except KeyboardInterrupt:  # a second signal: nothing more is saved; resume can start from disk
             raise Interrupted(folder.path, progress.step, run.config.kind) from None
         finally:
             for callback in run.callbacks:
@@ -125,7 +125,7 @@ def _train(run: Run, folder: RunDir, progress: Progress, recorded: Sequence[int]
 def _finish(run: Run, folder: RunDir, trainer: Trainer) -> RunResult:
     run.phase("saving the model")
     _save_model(run, folder, "model")
-    if trainer.progress.best_step == trainer.progress.step:  # then model/ is the best, and best/ an older one
+    if trainer.progress.best_step == trainer.progress.step:  # model/ is the best, best/ an older one
         shutil.rmtree(folder.path / "best", ignore_errors=True)
     run.ranks.on_main(folder.checkpoints.wait)
     evals = folder.metrics("eval")
@@ -143,13 +143,16 @@ def _save_model(run: Run, folder: RunDir, name: str) -> None:
 
 
 def _agreed(ranks: Ranks, evaluate: Evaluate) -> Evaluate:
-    """The evaluation of all ranks; rank 0's line counts, since what to do next depends on it."""
+    """An evaluation that gives every rank the line of rank 0, so that all ranks take the same decisions from it."""
     return lambda step, groups: ranks.gather(evaluate(step, groups))[0]
 
 
 @contextmanager
 def _stop_signals(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C or SIGTERM asks the loop to stop after its step; a second one stops at once."""
+    """Yields a function that says whether a Ctrl-C or SIGTERM has come; a second one raises KeyboardInterrupt.
+
+    on_first: called at the first signal.
+    """
     requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield requested.is_set

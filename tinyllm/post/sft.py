@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the likelihood of given completions.
+"""Supervised fine-tuning: maximizes the likelihood of the completions in the data.
 
 Legend: B completions, T tokens (padded), N trained tokens of the whole step.
 """
@@ -18,11 +18,13 @@ from tinyllm.records import Group, Revision
 
 
 def sft_loss(logp: Tensor, mask: Tensor | None = None, denominator: float | None = None) -> Tensor:
-    """Mean negative log-likelihood per token: -1/N sum_b sum_t mask_bt log p(y_bt | x_b, y_b<t).
+    """Mean negative log-likelihood per token, in nats; 0-d.
 
-    logp [B, T] or [T]; mask of the same shape, true where a token is trained (masked positions may hold NaN);
-    denominator N, that of the whole step when this is one of its micro-batches (default: the tokens here). Returns a
-    scalar. Source: Ouyang et al., arXiv:2203.02155, section 3.5 (its step 1).
+        loss = -1/N sum_b sum_t mask_bt log p(y_bt | x_b, y_b<t)
+
+    logp [B, T] or [T]: log-probabilities; mask: same shape, true where a token is trained (elsewhere logp may be NaN);
+    None: everywhere. denominator: N, the trained tokens of the whole step; None: those of this call.
+    Source: Ouyang et al., arXiv:2203.02155, section 3.5 (its step 1).
     """
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask.bool()
     total = float(mask.sum()) if denominator is None else denominator
@@ -31,17 +33,18 @@ def sft_loss(logp: Tensor, mask: Tensor | None = None, denominator: float | None
 
 @dataclass(frozen=True)
 class SFTStats:
-    """Sums over trained tokens; `a + b` merges micro-batches."""
+    """Statistics of SFT; `a + b` merges micro-batches."""
 
     tokens: float = 0.0
+    """Trained tokens."""
 
     def __add__(self, other: SFTStats) -> SFTStats:
-        """Sum of sums."""
+        """Statistics of both parts together."""
         return SFTStats(self.tokens + other.tokens)
 
 
 class SFTObjective:
-    """Every token of every completion, each with the same weight, whatever the micro-batch."""
+    """The objective of SFT: every token of the step has the same weight, however the step is split."""
 
     needs_reference = False
     temperature = 1.0
@@ -52,7 +55,7 @@ class SFTObjective:
         self.budget = config.train.tokens_per_microbatch
 
     def batch(self, groups: Sequence[Group], revision: Revision | None = None) -> Batch:
-        """All rows, in order; the denominator is the number of their trained tokens."""
+        """The batch of all rows, in order; the denominator is the number of their trained tokens."""
         prompts, rollouts = flatten_groups(groups)
         ones, mask = torch.ones(len(rollouts), dtype=torch.float64), sampled_mask(rollouts)
         return Batch(
@@ -68,7 +71,7 @@ class SFTObjective:
         )
 
     def old(self, batch: Batch, row: int, first: Tensor) -> Tensor:
-        """The first pass's; the loss does not read them."""
+        """The first pass's own log-probabilities; the loss does not read them."""
         return first
 
     def loss(
@@ -79,15 +82,15 @@ class SFTObjective:
         old: Sequence[Tensor],
         reference: Sequence[Tensor] | None,
     ) -> tuple[Tensor, SFTStats]:
-        """This micro-batch's share of the step's loss; logp has one tensor per row, one number per trained token."""
+        """This micro-batch's share of the step's loss, and its statistics; logp as in Objective.loss."""
         values, mask = padded(logp)
         return sft_loss(values, mask, batch.denominator), SFTStats(float(mask.sum()))
 
     def stop_reason(self, stats: SFTStats) -> None:
-        """Nothing was sampled, so no sampler can differ from the trainer."""
+        """None: nothing was sampled, so no sampler can differ from the trainer."""
 
     def metrics(
         self, groups: Sequence[Group], batch: Batch, stats: SFTStats, logged: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Keys of metrics.jsonl that only this objective has: none."""
+        """Empty: SFT adds no keys to metrics.jsonl."""
         return {}

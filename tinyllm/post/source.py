@@ -1,6 +1,6 @@
-"""Where the loop's steps come from: sampled and judged now, or read back from the record.
+"""Sources of the loop's steps: sampled and judged in this process, or read back from the run directory.
 
-A source yields `Step`s and takes the new weights' revision back (the seam `Source`); that is all the loop knows of it.
+They implement the protocol `Source` of seams.py: yield `Step`s, and publish the revision of the new weights.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tinyllm.seams import Engine, Judge, Source
 
 
 class PromptOrder:
-    """Prompts in a seeded order, a new permutation each epoch; each position of it is taken once."""
+    """Prompts in a seeded order, with a new permutation each epoch; each position of the order is taken once."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, position: int = 0) -> None:
         assert prompts
         self.prompts, self.seed = prompts, seed
         self.position = position
-        """The first that is not taken."""
+        """The first position that is not taken; counts on over epochs."""
         self._ahead: set[int] = set()
-        """Taken positions beyond the first that is not."""
+        """Taken positions above `position`."""
         self._order: dict[int, list[int]] = {}
 
     def take(self, count: int, draws: dict[str, int]) -> list[Prompt]:
-        """The next prompts; `draws` counts how often each row was drawn within the step."""
+        """The next `count` prompts; `draws` (row id -> times drawn within the step) is updated."""
         taken = []
         for _ in range(count):
             epoch, index = divmod(self.position, len(self.prompts))
@@ -48,9 +48,10 @@ class PromptOrder:
         return taken
 
     def take_recorded(self, ids: Sequence[str]) -> None:
-        """Prompts that the record has: each is the first position of its row that is not taken.
+        """Mark recorded prompts as taken: for each row id, the first position of the row that is not taken yet.
 
-        So the record alone tells which positions are, also where refills of a step came before its successor's prompts.
+        So the record alone determines the taken positions, even where a pool drew a step's refills after the prompts of
+        the next step.
         """
         numbers = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         for name in ids:
@@ -78,12 +79,12 @@ class PromptOrder:
 
 
 def missing_groups(groups: Sequence[Group], rules: BatchRules, train: TrainConfig) -> int:
-    """How many further groups a step with dynamic sampling needs."""
+    """The number of groups with signal that a step with dynamic sampling still lacks."""
     return max(0, train.prompts_per_step - sum(has_signal(g, rules) for g in groups))
 
 
 def require_signal(step: int, groups: Sequence[Group], rules: BatchRules, refills: int) -> None:
-    """Raises TrainingStopped when none of a step's groups, refills included, has something to learn from."""
+    """Raises TrainingStopped when none of a step's groups, refills included, has signal (different rewards)."""
     if not any(has_signal(g, rules) for g in groups):
         raise TrainingStopped(
             f"step {step}: none of {len(groups)} groups in {refills + 1} draws has members with "
@@ -93,11 +94,11 @@ def require_signal(step: int, groups: Sequence[Group], rules: BatchRules, refill
 
 
 class InlineSource:
-    """Samples with the policy as it is when the step begins, judges, and hands the step on.
+    """Samples each step with the weights published last, judges it, and yields it.
 
-    With dynamic sampling, groups without signal are replaced by those of further prompts, at most stop.refills
-    times; every group drawn is handed on and recorded, and make_batch keeps those with signal. On several ranks each
-    samples and judges its share of the prompts, and hands on the groups of all.
+    With dynamic sampling, further prompts replace groups without signal, in at most stop.refills rounds; the step holds
+    every group drawn, so that all are recorded, and make_batch keeps the groups with signal. Each of several ranks
+    samples and judges a share of the prompts, and yields the groups of all ranks.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class InlineSource:
             yield Step(number, groups, logged, timing.seconds, prompts=len(groups))
 
     def _collect(self, number: int, prompts: Sequence[Prompt], timing: Timing) -> JudgedGroups:
-        """The groups of these prompts, sampled and judged in this process."""
+        """Sample and judge the groups of these prompts, in this process."""
         params = replace(self.params, step=number)
         with timing("sample_s", "sampling"):
             completions = check_completions(self.engine.sample(prompts, params), prompts, params)
@@ -150,7 +151,7 @@ class InlineSource:
         return JudgedGroups(tuple(group_rollouts(prompts, completions, judged.verdicts)), logged)
 
     def _collect_on_all_ranks(self, number: int, prompts: Sequence[Prompt], timing: Timing) -> JudgedGroups:
-        """Each rank does its share, and has the results of all; a logged number is the mean of the ranks'."""
+        """_collect on a share of the prompts; returns all ranks' groups, and logged numbers averaged over ranks."""
         metrics: Mapping[str, float] = {}
 
         def work(share: Sequence[Prompt]) -> list[tuple[Group, dict[str, list[Any]]]]:
@@ -170,16 +171,16 @@ class InlineSource:
 
 @dataclass(frozen=True)
 class JudgedGroups:
-    """Groups that were judged together, and what reward functions logged: columns in the order of the rollouts."""
+    """Groups judged in one call, and the values that reward functions logged (columns in the order of the rollouts)."""
 
     groups: tuple[Group, ...]
     logged: Logged
 
 
 def joined_logs(parts: Sequence[JudgedGroups]) -> Logged:
-    """What was logged over the calls of one step: means of its numbers, columns of all its groups.
+    """The values logged in several calls of one step, merged: the mean of each number, the columns joined in order.
 
-    A part that lacks a column has None there.
+    A column has None for every rollout of a part that did not log it.
     """
     names = dict.fromkeys(name for part in parts for name in part.logged.extras)
     counts = [sum(len(group.rollouts) for group in part.groups) for part in parts]
@@ -191,7 +192,7 @@ def joined_logs(parts: Sequence[JudgedGroups]) -> Logged:
 
 
 def _means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each number over the parts that have it. One that is not finite was not measured, and is left out."""
+    """The mean of each number over the parts that have it; numbers that are not finite are left out."""
     numbers: dict[str, list[float]] = {}
     for part in parts:
         for name, number in part.items():
@@ -209,7 +210,7 @@ class Timing:
         self._begin = time.perf_counter()
 
     def elapsed_s(self) -> float:
-        """Since this record of times was begun."""
+        """Wall-clock seconds since this object was created."""
         return time.perf_counter() - self._begin
 
     @contextmanager
@@ -225,7 +226,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class RecordedSource:
-    """The steps that the record has, read back; then those of another source."""
+    """Yields the recorded steps, read back from the run directory, then the steps of another source."""
 
     run: RunDir
     recorded: Sequence[int]

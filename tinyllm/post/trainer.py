@@ -1,13 +1,13 @@
-"""The training loop, and what it logs.
+"""The training loop, and the metrics that it logs.
 
     for step in source:                    sampled and judged, or read back from the record
-        run.record(step)                   on disk before it is trained on
+        run.record(step)                   on disk before training
         batch = objective.batch(...)       advantages, micro-batches
         update = updater(batch, lr)        objective, backward, optimizer step
-        source.publish(revision)           the edge back
+        source.publish(revision)           new weights for the sampler
         run.log(metrics)
 
-Everything with a user's eye on it (evaluation, display, trackers) is handed in.
+Evaluation, display and trackers are arguments of the Trainer.
 """
 
 from __future__ import annotations
@@ -40,24 +40,27 @@ from tinyllm.seams import Source
 log = logging.getLogger("tinyllm")
 
 Evaluate = Callable[[int, Sequence[Group]], dict[str, Any] | None]
-"""(step, that step's groups) -> an eval line, or None when there is nothing to evaluate."""
+"""(step number, groups of that step) -> a line of kind `eval`, or None when no rows are held out."""
 
 
 @dataclass
 class Progress:
-    """What of a run's course is saved in checkpoints, besides tensors."""
+    """The counters of a run that a checkpoint saves besides tensors."""
 
     step: int = 0
+    """The last trained step."""
     position: int = 0
-    """Prompts of the order that were trained on."""
+    """Number of prompts taken from the prompt order by the trained steps."""
     best: float | None = None
+    """Best held-out score so far (higher is better; a loss is negated)."""
     best_step: int | None = None
     evals_without_best: int = 0
+    """Evaluations in a row since then that were no better."""
 
 
 @dataclass
 class Trainer:
-    """The state of one run and its loop."""
+    """The state of one run, and the loop that trains it."""
 
     run: RunDir
     config: Config
@@ -66,9 +69,9 @@ class Trainer:
     weights_hash: Callable[[], str]
     reference_hash: str
     revision: Revision
-    """Of the weights as they are."""
+    """Revision of the current weights."""
     history: History
-    """What was logged so far; the checks of health/ look at it after every step."""
+    """Metrics and groups logged so far; the checks of health/ read them after every step."""
     evaluate: Evaluate
     keep_best: Callable[[int], None]
     callbacks: Sequence[Callback] = ()
@@ -78,7 +81,7 @@ class Trainer:
     monitor: Monitor = field(default_factory=Monitor)
 
     def loop(self, source: Source) -> None:
-        """Trains until the source ends. Raises Interrupted or TrainingStopped with everything saved."""
+        """Train until the source ends or early stopping. Raises Interrupted or TrainingStopped with all steps saved."""
         objective = self.updater.objective
         timing = Timing(self._on_phase)
         for step in source:
@@ -100,9 +103,9 @@ class Trainer:
             timing = Timing(self._on_phase)
 
     def _log(self, step: Step, batch: Batch, update: UpdateResult, lr: float, timing: Timing) -> None:
-        """The step's line in metrics.jsonl, what is derived per token, its times; then everyone who watches."""
+        """Write the step's metrics, derived columns and timing line, then call the callbacks."""
         metrics = step_metrics(self.updater.objective, step, batch, update, self.revision, lr)
-        if self.ranks.count > 1:  # sums over another number of ranks have other last bits
+        if self.ranks.count > 1:  # the number of ranks changes the last bits of sums
             metrics["ranks"] = self.ranks.count
         self.run.write_derived(step.number, *derived_columns(batch, update))
         self.run.log(metrics)
@@ -121,7 +124,7 @@ class Trainer:
             callback.on_step(metrics, times, step.groups)
 
     def _evaluate_and_save(self, step: Step) -> bool:
-        """Evaluates and saves when it is time; True when early stopping ends the run. Raises Interrupted."""
+        """Evaluate and save when due; returns True when early stopping ends the run. Raises Interrupted."""
         stop = self._evaluate(step)
         interrupted = self.stop_requested()
         last = step.number == self.config.train.steps or stop or interrupted
@@ -133,7 +136,7 @@ class Trainer:
         return stop
 
     def _require_finite_weights(self, step: int) -> None:
-        """A step that ruined the weights is not saved: the checkpoints keep those before it."""
+        """Raises TinyLLMError, before anything is saved, when the step left weights that are not finite."""
         if name := self.optimizer.non_finite_weight():
             raise TinyLLMError(
                 f"step {step} left {name} with weights that are not finite, and was not saved; start again with a "
@@ -141,7 +144,7 @@ class Trainer:
             )
 
     def save(self) -> None:
-        """A checkpoint of the current step. Random numbers are keyed by seed and step: they have no other state."""
+        """Save a checkpoint. It holds no generator state: every random number is a hash of seed, step and position."""
         state = {
             "progress": vars(self.progress),
             "seed": self.config.seed,
@@ -151,18 +154,18 @@ class Trainer:
         self.run.save_checkpoint(self.progress.step, self.optimizer.tensors(), state)
 
     def first_evaluation(self) -> None:
-        """The line of step 0, before any training."""
+        """Evaluate before any training, as step 0."""
         self._log_eval(0, ())
 
     def _check(self) -> None:
-        """Warns of what the checks of health/ find. Raises TrainingStopped where going on is of no use."""
+        """Log the findings of health/ as warnings. Raises TrainingStopped for a finding of level `stop`."""
         for finding in self.monitor(self.history):
             if finding.level == "stop":
                 raise TrainingStopped(str(finding))
             log.warning("step %d: %s", finding.step, finding)
 
     def _evaluate(self, step: Step) -> bool:
-        """Evaluates when it is time; True when early stopping says so."""
+        """Evaluate when due, and keep the best model; returns True when early stopping ends the run."""
         every, last = self.config.eval.every, step.number == self.config.train.steps
         if not (last or (every and step.number % every == 0)):
             return False
@@ -179,7 +182,7 @@ class Trainer:
         return self.stopped_early()
 
     def stopped_early(self) -> bool:
-        """Whether as many evaluations in a row were no better as stop.evals_without_best allows."""
+        """Whether stop.evals_without_best evaluations in a row were no better than the best one."""
         patience = self.config.stop.evals_without_best
         return bool(patience) and self.progress.evals_without_best >= patience
 
@@ -205,7 +208,7 @@ class Trainer:
 def step_metrics(
     objective: Objective[Any], step: Step, batch: Batch, update: UpdateResult, revision: Revision, lr: float
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl. Means over nothing are None, never NaN."""
+    """The `train` line of a step for metrics.jsonl, see record/metrics.py; a mean over nothing is None, never NaN."""
     rollouts = [r for g in step.groups for r in g.rollouts]
     done = [r.completion for r in rollouts if r.completion.finish_reason != "error"]
     return {
@@ -233,7 +236,7 @@ def step_metrics(
 def derived_columns(
     batch: Batch, update: UpdateResult
 ) -> tuple[list[tuple[str, int]], list[float], dict[int, list[float | None]]]:
-    """What RunDir.write_derived keeps of a trained batch: (group, sample), advantage and log-probabilities by row."""
+    """Columns for RunDir.write_derived: (group id, sample) and advantage of each row; log-probabilities by row."""
     names = [(g.id, r.completion.sample) for g in batch.groups for r in g.rollouts]
     return names, batch.advantages.tolist(), {row: batch.spread(row, x.tolist()) for row, x in update.logprobs.items()}
 
@@ -245,7 +248,7 @@ def hash_verdicts(groups: Sequence[Group]) -> str:
 
 
 def sampled_tokens(groups: Sequence[Group]) -> int:
-    """Tokens that were sampled for these groups."""
+    """Number of tokens that were sampled for these groups."""
     return sum(sum(r.completion.sampled) for g in groups for r in g.rollouts)
 
 

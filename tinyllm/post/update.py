@@ -1,12 +1,12 @@
-"""The hop from a batch to new weights: forward, objective, backward, optimizer step.
+"""From a batch to new weights: forward, objective, backward, optimizer step.
 
-Micro-batches change nothing but memory: every row is scored with the same bits whatever it is packed with, and the
-denominator is that of the whole step. A step whose loss or gradient is not finite leaves the weights as they were.
+The split into micro-batches affects only memory: a row's log-probabilities have the same bits whatever it is packed
+with, and the denominator is that of the whole step. A pass whose loss or gradient is not finite changes no weights.
 
-On several ranks every rank has the same batch and passes over its own share of the micro-batches; gradients, losses
-and statistics are sums over all ranks.
+All ranks have the same batch, and each passes over its own share of the micro-batches; gradients, losses and statistics
+are summed over ranks.
 
-Legend: B rows, T completion tokens (padded), P predicted tokens of a micro-batch.
+Legend: P predicted (scored) tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -32,45 +32,46 @@ from tinyllm.post.optimizer import Optimizer
 from tinyllm.record.hashing import hash_json, hash_tensor, hash_tensors
 
 Scorer: TypeAlias = Callable[[Sequence[Scorable]], list[Tensor]]
-"""Sequences -> log-probabilities of the scored tokens of each, without gradient."""
+"""Sequences -> one tensor per sequence: log-probabilities of its scored tokens, without gradient."""
 Forward: TypeAlias = Callable[[Targets, float], tuple[Tensor, Tensor]]
-"""Packed targets and the temperature -> log-probability (with gradient) and entropy of each predicted token, [P]."""
+"""(packed targets, temperature) -> (log-probability with gradient [P], entropy [P])."""
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one batch did. Sums and means are over the trained rows that have a gradient."""
+    """Results of training on one batch. Sums and means are over the rows that have a gradient."""
 
     stats: Any
-    """The objective's, of the last update of the batch. Empty when that was not finite."""
+    """The objective's statistics of the last pass over the batch; empty when that pass was not finite."""
     loss: float | None
+    """Loss of the last pass; None when the loss or the gradient was not finite."""
     grad_norm: float | None
-    """Loss and norm are None when they, or the gradient, were not finite."""
+    """L2 norm of the last pass's gradient; None when the loss or the gradient was not finite."""
     entropy: float | None
-    """Nats per trained token; None where there is none."""
+    """Mean entropy in nats per trained token; None without any token."""
     updates: int
     """Optimizer steps taken; 0 when the batch had no signal or was not finite."""
     non_finite: str | None = None
-    """Where the first non-finite number was, or None."""
+    """Place of the first non-finite number; None when all were finite."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """Of the gradient, the first pass's log-probabilities and the advantages."""
+    """Hashes of the last gradient, the first pass's log-probabilities and the advantages."""
     logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """Trainer log-probabilities of the first pass, by row: one per trained token of the row."""
+    """The trainer's log-probabilities of the first pass, by row number: one per trained token of the row."""
 
 
 @dataclass(frozen=True)
 class _FirstPass:
-    """What later passes over a batch read again: log-probabilities of this rank's rows, one per trained token."""
+    """Log-probabilities of the first pass that later passes reuse: by row of this rank, one per trained token."""
 
     policy: Mapping[int, Tensor]
-    """Of the weights before the first update, without gradient."""
+    """Under the weights before the first update, without gradient."""
     reference: Mapping[int, Tensor]
-    """Of the reference policy; empty where the loss needs none."""
+    """Under the reference policy; empty where the loss needs none."""
 
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """What the backward pass of one micro-batch gives besides gradients."""
+    """Results of forward and backward of one micro-batch, besides gradients."""
 
     loss: float
     stats: Any
@@ -82,7 +83,7 @@ class _MicroBatch:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over a whole batch, summed over micro-batches and ranks."""
+    """Results of one pass over a whole batch, summed over micro-batches and ranks."""
 
     loss: float
     grad_norm: float
@@ -94,7 +95,7 @@ class _Pass:
 
 
 class Updater:
-    """Turns batches into optimizer steps. forward: a pass with gradient, where the weights lie in shards."""
+    """Makes optimizer steps from batches. forward: the forward pass of sharded weights; None: of `policy` itself."""
 
     def __init__(
         self,
@@ -112,10 +113,10 @@ class Updater:
         assert not self.objective.needs_reference or reference is not None, "the loss needs a reference"
 
     def __call__(self, batch: Batch, lr: float) -> UpdateResult:
-        """The objective's updates_per_batch optimizer steps over the batch, at learning rate lr.
+        """Make the objective's updates_per_batch optimizer steps on the batch, at learning rate lr.
 
-        Every pass measures its ratio against the same old policy and the same reference: those of the first pass.
-        Raises TrainingStopped, with the weights as they were, when the objective refuses what the first pass shows.
+        Every pass uses the old and reference log-probabilities of the first pass. Raises TrainingStopped, with the
+        weights unchanged, when the objective's stop_reason refuses the statistics of the first pass.
         """
         first: _FirstPass | None = None
         last: _Pass | None = None
@@ -137,12 +138,12 @@ class Updater:
         hashes |= {"logprobs": hash_tensor(_joined(logprobs)), "advantages": hash_tensor(batch.advantages)}
         if last is None:
             return UpdateResult(self.objective.empty, 0.0, 0.0, None, 0, None, hashes, logprobs)
-        if last.non_finite is not None:  # its numbers say nothing, and JSON has no NaN
+        if last.non_finite is not None:  # JSON has no NaN
             return UpdateResult(self.objective.empty, None, None, None, updates, last.non_finite, hashes, logprobs)
         return UpdateResult(last.stats, last.loss, last.grad_norm, last.entropy, updates, None, hashes, logprobs)
 
     def _pass(self, batch: Batch, first: _FirstPass | None) -> _Pass:
-        """Forward and backward over all micro-batches; first: what the first pass scored, None when this is it."""
+        """Forward and backward over all micro-batches; first: results of the first pass, None during that pass."""
         loss, entropy_sum, entropy_count, stats = 0.0, 0.0, 0, self.objective.empty
         trouble = None
         policy: dict[int, Tensor] = {}
@@ -178,7 +179,7 @@ class Updater:
         )
 
     def _backward(self, batch: Batch, rows: tuple[int, ...], first: _FirstPass | None) -> _MicroBatch:
-        """Adds a micro-batch's share to the gradients."""
+        """Forward and backward of one micro-batch: adds its share to the gradients."""
         sequences = [batch.scored(row) for row in rows]
         targets = pack_targets(sequences, self.policy.device)
         logp, entropy = self.forward(targets, self.objective.temperature)
@@ -197,7 +198,7 @@ class Updater:
         return _MicroBatch(loss.item(), stats, entropy, policy, reference)
 
     def _idle(self, batch: Batch) -> None:
-        """A pass that adds nothing, while other ranks have rows: gathering shards takes all of them."""
+        """A pass that adds a gradient of 0, for a rank without rows: gathering shards needs every rank."""
         row = batch.microbatches[0][0]
         one_token = (batch.prompts[row][:1], batch.rollouts[row].completion.token_ids[:1])
         logp, _ = self.forward(pack_targets([one_token], self.policy.device), self.objective.temperature)
@@ -205,20 +206,20 @@ class Updater:
 
 
 def _merged(ranks: Ranks, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """The rows of all ranks."""
+    """The log-probabilities of all ranks' rows, by row number."""
     if ranks.count == 1:
         return dict(own)
     return {row: x for rows in ranks.gather({row: x.cpu() for row, x in own.items()}) for row, x in rows.items()}
 
 
 def _gradient_hash(ranks: Ranks, optimizer: Optimizer) -> str:
-    """Hash of the whole gradient; where it is sharded, of the list of its shards' hashes."""
+    """Hash of the whole gradient; on several ranks, hash of the list of their shards' hashes."""
     hashes = ranks.gather(hash_tensors(optimizer.gradients()))
     return hashes[0] if len(hashes) == 1 else hash_json(hashes)
 
 
 def model_scorer(policy: Policy, temperature: float, budget: int) -> Scorer:
-    """Scores with a whole model: sequences are packed in order, at most `budget` tokens (prompts included) a pass."""
+    """A scorer by an unsharded model: packs sequences in order, at most `budget` tokens (prompts included) a pass."""
 
     @torch.no_grad()
     def scorer(sequences: Sequence[Scorable]) -> list[Tensor]:
@@ -241,7 +242,7 @@ def model_scorer(policy: Policy, temperature: float, budget: int) -> Scorer:
 
 
 def adapter_off_scorer(policy: Policy, temperature: float, budget: int) -> Scorer:
-    """Scores with the adapters switched off: the start policy of a LoRA run."""
+    """A scorer by the model with its adapters switched off: the start policy of a LoRA run."""
     inner = model_scorer(policy, temperature, budget)
 
     def scorer(sequences: Sequence[Scorable]) -> list[Tensor]:
@@ -252,12 +253,12 @@ def adapter_off_scorer(policy: Policy, temperature: float, budget: int) -> Score
 
 
 def _joined(logprobs: Mapping[int, Tensor]) -> Tensor:
-    """Log-probabilities of all rows, in row order."""
+    """Log-probabilities of all rows as one tensor, in row order."""
     return torch.cat([logprobs[row] for row in sorted(logprobs)]) if logprobs else torch.empty(0)
 
 
 def _locate(batch: Batch, logp: Mapping[int, Tensor], loss: float) -> str:
-    """Row, token and prompt of the first non-finite log-probability of a micro-batch, or its rows and loss."""
+    """Names the first non-finite log-probability of a micro-batch (token, row, prompt), else its rows and loss."""
     for row, part in logp.items():
         bad = (~part.isfinite()).nonzero()
         if len(bad):

@@ -1,12 +1,13 @@
 """Family "code": Python functions and programs, run in a fresh sandbox (sandbox.py) and judged outside it.
 
-Row columns: `entry` and `calls` ([[arguments], value] each); or `stdio` ([input, output] each); or `entry`, `inputs`
-and `residual`, a condition on the result x in terms of the function's parameters. `tol`: absolute or relative error
-allowed. `entry` may be left out when the prompt names the function, as in "add(a, b)". `solution`: reference code, run
-at load.
+Columns of a row: `entry` (name of the function) and `calls` (a list of [[arguments], value]); or `stdio` (a list of
+[input, output]); or `entry`, `inputs` and `residual`, a condition on the result x and the function's parameters. `tol`:
+largest absolute or relative error. `entry` may be left out when the prompt names the function, as in "add(a, b)".
+`solution`: reference code, run when the rows are loaded.
 
-Every test must report, in order, under the run's secret; a value is right when it is the expected plain data: true is
-not 1, a subclass is no number, a tuple is a list, 5.0 is 5. Exit status, printed verdicts and files count for nothing.
+Every call must report its value, in order, marked with the run's secret. A value is right when it is the expected plain
+data: true is not 1, an instance of a subclass of a number is not a number, a tuple is a list, 5.0 is 5. For functions,
+exit status, printed verdicts and files have no effect.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SIGNATURE = re.compile(r"\b([A-Za-z_]\w*)\(([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)
 
 @dataclass(frozen=True)
 class Tests:
-    """A row's tests, checked."""
+    """The checked tests of a row."""
 
     kind: Literal["calls", "stdio", "residual"]
     entry: str
@@ -54,9 +55,9 @@ class CodeVerifier(Verifier):
     family: ClassVar[str] = "code"
     in_process: ClassVar[bool] = False
     sandbox: Literal["auto", "bubblewrap", "landlock", "unsafe-no-sandbox"] = "auto"
-    """auto: the strongest that works here; unsafe-no-sandbox: none (a bare process), for code you trust."""
+    """auto: the strongest sandbox that works on this machine; unsafe-no-sandbox: a bare process, for trusted code."""
     cpu_s: float = 4.0
-    """CPU seconds of one run: all calls of a function, one input of a program."""
+    """Limit of CPU seconds for one run: all calls of a function, or one input of a program."""
     wall_s: float = 8.0
     memory_mb: int = 512
     think_prefilled: bool = False
@@ -144,7 +145,7 @@ def _request(tests: Tests, source: str) -> dict[str, Any]:
 
 
 def read_tests(row: Row) -> Tests:
-    """The row's tests. Raises DataError when there are none, or they are not of the form above."""
+    """The row's tests. Raises DataError when the row has none, or none in the form of the module's docstring."""
     tolerance = row.get("tol") or 0.0
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < math.inf:
         raise DataError(f"tol = {tolerance!r}; give a number not below 0")
@@ -189,7 +190,7 @@ def _pairs(value: Any, name: str) -> list[tuple[Any, Any]]:
 
 
 def _signature(row: Row) -> tuple[str, tuple[str, ...]]:
-    """Name of the function, and its parameters as the prompt writes them."""
+    """(name of the function, names of its parameters), from the row's columns or else the prompt's text."""
     found = {match[1]: match[2] for match in reversed(list(_SIGNATURE.finditer(prompt_text(row))))}
     entry = row.get("entry") or next(reversed(found), None)
     if not isinstance(entry, str) or not entry.isidentifier():
@@ -210,9 +211,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def find_code(text: str, entry: str) -> str | None:
-    """The code to judge: the last fenced block that defines the entry; for programs the last block; or the whole text.
+    """The code to judge or None: the last fenced block that defines `entry`; the last block if entry is "" (a program).
 
-    A text without a fence counts only when it is Python that defines the entry (or, for programs, parses).
+    A text without a fenced block is the code itself if it defines `entry` or, for a program, parses as Python.
     """
     blocks = fenced_blocks(text)
     if not blocks:
@@ -223,7 +224,7 @@ def find_code(text: str, entry: str) -> str | None:
 
 
 def fenced_blocks(text: str) -> list[str]:
-    """Contents of ``` blocks that are Python or unnamed; a last one that is not closed runs to the end."""
+    """Contents of ``` blocks marked as Python or without a language; an unclosed last block runs to the end."""
     blocks: list[list[str]] = []
     inside: list[str] | None = None
     for line in text.split("\n"):
@@ -250,7 +251,7 @@ def _parses(source: str) -> bool:
 
 
 def _defines(source: str, entry: str) -> bool:
-    """By a top-level line, so that broken code is found too (and then fails)."""
+    """Whether a top-level line defines `entry`; without parsing, so that code with errors is judged, and fails."""
     name = re.escape(entry)
     return (
         re.search(rf"^(?:(?:async[ \t]+)?def[ \t]+{name}\b|class[ \t]+{name}\b|{name}[ \t]*[:=])", source, re.MULTILINE)
@@ -262,7 +263,7 @@ def _defines(source: str, entry: str) -> bool:
 
 
 def _values(outcome: sandbox.Outcome, count: int) -> list[Any] | None:
-    """The reported values, when every test reported, in order, and nothing else did."""
+    """The reported values; None unless there is exactly one report per test, in order."""
     if outcome.stopped:
         return None
     reports = [report.partition(" ") for report in outcome.reports]
@@ -305,7 +306,8 @@ def _untagged(tagged: Any, depth: int) -> Any:
 
 
 def same(expected: Any, value: Any, tolerance: float) -> bool:
-    """Whether plain data is as expected; numbers, also in lists, within the tolerance, absolute or relative."""
+    """Whether plain data equals the expected data; numbers at any depth may differ by the tolerance, absolute or
+    relative."""
     if isinstance(expected, bool) or isinstance(value, bool) or expected is None or value is None:
         return type(expected) is type(value) and expected == value
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
@@ -333,7 +335,10 @@ def _close(expected: float, value: float, tolerance: float) -> bool:
 
 
 def same_output(expected: str, output: str, tolerance: float) -> bool:
-    """Line by line, white space at ends of lines and blank last lines aside; with a tolerance, numbers by value."""
+    """Whether a program's output is as expected: equal lines, ignoring white space at their ends and blank last lines.
+
+    With a tolerance, words are compared instead, and numbers among them by value.
+    """
     lines = [[line.rstrip() for line in text.rstrip().split("\n")] for text in (expected, output)]
     if lines[0] == lines[1] or not tolerance:
         return lines[0] == lines[1]

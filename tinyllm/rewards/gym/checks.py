@@ -1,7 +1,7 @@
-"""Checks of reasoning-gym answers: each from (gold, metadata) to a check of an answer text, without partial credit.
+"""Checks of answers to reasoning-gym tasks: functions (gold, metadata) -> (answer text -> right or wrong).
 
-reasoning-gym's generators are used, its scores are not: they evaluate model text, and accept nan, prefixes and near
-misses.
+Rows come from reasoning-gym's generators. Its scoring functions are not used: some evaluate model text as code, or
+accept nan, prefixes and wrong answers close to the gold.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class BadGold(ValueError):
 
 
 def same_by(reader: Callable[[str], Any], what: str) -> Callable[[str, Metadata], Check]:
-    """A check that `reader` gives the same value of the answer as of the gold. reader: None for what is no `what`."""
+    """A check that `reader` reads the same value from the answer as from the gold.
+
+    reader: text -> value, None for a text that is not a `what`.
+    """
 
     def make(gold: str, metadata: Metadata) -> Check:
         want = reader(gold)
@@ -47,7 +50,7 @@ def same_by(reader: Callable[[str], Any], what: str) -> Callable[[str, Metadata]
 
 
 def factors_check(gold: str, metadata: Metadata) -> Check:
-    """The prime factors, in any order."""
+    """The answer has the gold's prime factors, in any order."""
     check = same_by(_factors, "product of whole numbers")(gold, metadata)
     if not all(_is_prime(factor) for factor in _factors(gold) or ()):
         raise BadGold(f"gold {gold!r} has a factor that is not prime")
@@ -55,7 +58,7 @@ def factors_check(gold: str, metadata: Metadata) -> Check:
 
 
 def math_check(gold: str, metadata: Metadata) -> Check:
-    """An expression equal to the gold."""
+    """The answer is an expression equal to the gold."""
     want = _read(gold)
     if want is None:
         raise BadGold(f"gold {gold!r} does not read as mathematics")
@@ -71,7 +74,7 @@ def math_check(gold: str, metadata: Metadata) -> Check:
 
 
 def choice_check(gold: str, metadata: Metadata) -> Check:
-    """One of the answers that the metadata call valid; the gold when they name none."""
+    """The answer is one of the metadata's valid_answers, or the gold when they are missing."""
     given = metadata.get("valid_answers")
     if not given and gold.strip().lower() in ("", "none"):
         raise BadGold("it has neither a gold nor valid_answers")
@@ -80,7 +83,7 @@ def choice_check(gold: str, metadata: Metadata) -> Check:
 
 
 def countdown_check(gold: str, metadata: Metadata) -> Check:
-    """An expression of the given numbers, each as often as given, that has the target's value ("= target" may stay)."""
+    """The answer is an expression of exactly the given numbers with the target's value; "= target" may follow it."""
     numbers, target = metadata.get("numbers"), metadata.get("target")
     if not numbers or not isinstance(target, int):
         raise BadGold("metadata lacks numbers or target")
@@ -97,12 +100,12 @@ def countdown_check(gold: str, metadata: Metadata) -> Check:
 
 
 def puzzle24_check(gold: str, metadata: Metadata) -> Check:
-    """Countdown to 24."""
+    """As countdown_check, with target 24."""
     return countdown_check(gold, {"numbers": metadata.get("numbers"), "target": 24})
 
 
 def integral_check(gold: str, metadata: Metadata) -> Check:
-    """An antiderivative in the variable and one constant: its derivative equals the integrand at fixed points."""
+    """The answer is an antiderivative, with at most one constant: its slope equals the integrand at fixed points."""
     variable = str(metadata.get("variable", "x"))
     integrand = _read(str(metadata.get("integrand", "")))
     if integrand is None or symbols(integrand) - {variable}:
@@ -132,7 +135,7 @@ def integral_check(gold: str, metadata: Metadata) -> Check:
 
 
 def moves_check(gold: str, metadata: Metadata) -> Check:
-    """Turns that solve the scrambled cube; anything but turns is no answer. Needs reasoning-gym's cube."""
+    """The answer is a list of turns, and nothing else, that solves the scrambled cube. Needs the package magiccube."""
     size, scramble = metadata.get("cube_size"), metadata.get("scramble_moves")
     if not isinstance(size, int) or not isinstance(scramble, str):
         raise BadGold("metadata lacks cube_size or scramble_moves")
@@ -155,7 +158,7 @@ def moves_check(gold: str, metadata: Metadata) -> Check:
 
 
 def entailed_check(gold: str, metadata: Metadata) -> Check:
-    """A formula that follows from the premises, is not true by itself, and is none of the premises."""
+    """The answer is a formula that follows from the premises, and is neither a tautology nor one of the premises."""
     names = [str(name) for name in metadata.get("variables") or ()]
     premises = [FormulaReader(str(text)).read() for text in metadata.get("premises") or ()]
     known = [premise for premise in premises if premise is not None]
@@ -179,18 +182,18 @@ def entailed_check(gold: str, metadata: Metadata) -> Check:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines of a text, with white space made single and taken off their ends."""
+    """Lines of a text; runs of white space become one space, and none is left at the ends of a line."""
     return [" ".join(line.split()) for line in text.strip().split("\n")]
 
 
 def _number(text: str) -> Fraction | int | None:
-    """A number, in any of our forms."""
+    """The value of a number in the grammar of text/numbers.py."""
     number = read_number(text)
     return number.value if number else None
 
 
 def _words(text: str) -> list[str]:
-    """Words between commas."""
+    """Words separated by commas, brackets around the whole removed."""
     return [word.strip() for word in text.strip("[] ").split(",")]
 
 
@@ -200,7 +203,7 @@ def _truth(text: str) -> str | None:
 
 
 def _numbers(text: str) -> list[Fraction | int] | None:
-    """Numbers in order: [1, '2'] or 1 2 or 1, 2."""
+    """Numbers in order, written as [1, '2'], as 1 2 or as 1, 2; None for other texts."""
     text = text.strip()
     if len(text) > MAX_CHARS:
         return None
@@ -216,7 +219,7 @@ def _numbers(text: str) -> list[Fraction | int] | None:
 
 
 def _grid(text: str) -> list[list[str]] | None:
-    """Rows of cells; None when the rows differ in length."""
+    """Rows of cells, from a list of lists or lines of words; None when the rows differ in length."""
     text = text.strip()
     if len(text) > MAX_CHARS:
         return None
@@ -237,7 +240,7 @@ def _factors(text: str) -> list[int] | None:
 
 
 def _is_prime(number: int) -> bool:
-    """Whether a number is prime, by trial up to a million; larger ones count as prime without a small divisor."""
+    """Whether a number has no divisor from 2 to a million (or its square root): exact up to 10^12."""
     return number > 1 and all(number % divisor for divisor in range(2, min(math.isqrt(number), 10**6) + 1))
 
 
@@ -273,7 +276,7 @@ _BY_CHECK: dict[Callable[[str, Metadata], Check], str] = {
     entailed_check: "propositional_logic",
 }
 CHECKS = {name: check for check, names in _BY_CHECK.items() for name in names.split()}
-"""The closed table: a data set without an entry is refused at load."""
+"""Data set -> its check; a data set without an entry is refused when the rows are loaded."""
 
 
 _SOLVERS: dict[str, Callable[[Metadata], str]] = {
@@ -292,7 +295,7 @@ _SOLVERS: dict[str, Callable[[Metadata], str]] = {
     "products": lambda data: str(_arithmetic_value(data["expression"])),
     "game_of_life_halting": lambda data: str(not data["should_oscillate"]),
 }
-"""Data sets whose gold follows from the metadata: a gold that says otherwise is a fault of the row."""
+"""Data set -> function that computes the answer from the metadata; a row whose gold differs from it is refused."""
 
 
 def _arithmetic_value(text: str) -> Fraction:
@@ -303,7 +306,7 @@ def _arithmetic_value(text: str) -> Fraction:
 
 
 def wrong_gold(name: str, gold: str, metadata: Metadata) -> str:
-    """What the metadata say instead of the gold; "" when they agree or do not tell."""
+    """The answer that the metadata imply where the gold is not it; "" when they agree or imply none."""
     try:
         solved = _SOLVERS[name](metadata) if name in _SOLVERS else ""
         number = metadata.get("number") if name == "prime_factorization" else None
@@ -315,4 +318,4 @@ def wrong_gold(name: str, gold: str, metadata: Metadata) -> str:
 
 
 OPEN_GOLDS = frozenset("countdown puzzle24 propositional_logic n_queens rubiks_cube".split())
-"""Data sets whose answer is checked by its meaning: the row need not have a gold ("none")."""
+"""Data sets whose check needs only the metadata, so that a row's gold may be missing or "none"."""

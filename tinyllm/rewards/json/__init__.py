@@ -1,6 +1,6 @@
-"""Verifier family `json`: JSON that a schema accepts.
+"""Verifier family `json`: the answer is a JSON document that the row's schema accepts.
 
-verifier    the family: the schema's own faults, and validation of the answer
-reader      strict RFC 8259
-formats     what the schema keyword `format` checks
+verifier    the family: checks of the schema, and validation of the answer
+reader      a strict reader of RFC 8259
+formats     checks of the schema keyword `format`
 """

@@ -1,4 +1,4 @@
-"""The formats of JSON Schema that are checked, each by a linear reader; other names are refused at load."""
+"""The formats of JSON Schema that can be checked, each in linear time; a schema with another format is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)*")
 
 
 def _is_read(reader: Callable[[str], object], text: str) -> bool:
-    """Whether a reader of the standard library takes the text."""
+    """Whether a function of the standard library can read the text."""
     try:
         reader(text)
     except (ValueError, re.error, RecursionError, OverflowError):
@@ -91,7 +91,7 @@ def uri_reference(text: str) -> bool:
 
 def regex(text: str) -> bool:
     """A pattern that Python can compile."""
-    with warnings.catch_warnings(action="ignore"):  # of constructs that may change their meaning
+    with warnings.catch_warnings(action="ignore"):  # about constructs whose meaning may change
         return _is_read(re.compile, text)
 
 

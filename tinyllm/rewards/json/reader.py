@@ -1,4 +1,4 @@
-"""Our reader of JSON: RFC 8259, and nothing that Python's own reader lets through. Standard library only."""
+"""A strict reader of JSON: RFC 8259 without the extensions that Python's own reader accepts. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from decimal import Decimal
 from typing import Any
 
 MAX_CHARS = 200_000
-"""A longer text is not read."""
+"""A longer text raises NotJson."""
 _MARKS = re.compile(r'["\[\]{}]|\\.', re.DOTALL)
 
 
 class NotJson(ValueError):
-    """The text is not a JSON document by our reader; the message says why."""
+    """The text is not a JSON document, or exceeds a limit; the message says why."""
 
 
 def read_json(text: str, max_depth: int = 256, max_digits: int = 40) -> Any:
-    """The document of the whole text; numbers with a fraction or exponent as Decimal. Raises NotJson."""
+    """The document that the whole text is; numbers with a fraction or exponent become Decimal. Raises NotJson.
+
+    max_depth: levels of nesting; max_digits: digits of one number.
+    """
     if len(text) > MAX_CHARS:
         raise NotJson(f"longer than {MAX_CHARS} characters")
     depth, inside = 0, False
@@ -66,7 +69,7 @@ def read_json(text: str, max_depth: int = 256, max_digits: int = 40) -> Any:
 
 
 def fenced(text: str) -> str | None:
-    """What is inside when the whole text is one ``` or ```json fence; None when it is not."""
+    """The content of a text that is one ``` or ```json block; None for other texts."""
     text = text.strip()
     head, newline, rest = text.partition("\n")
     if not newline or head.strip().lower() not in ("```", "```json") or not rest.endswith("```"):

@@ -1,11 +1,11 @@
 """Family "json": the whole output is one JSON document, read strictly, and valid under the row's JSON Schema.
 
-Reader: RFC 8259, no duplicate keys, no NaN or Infinity, finite numbers of at most `max_digits` digits (kept exactly, as
-decimals), nesting of at most `max_depth`, valid Unicode, one document. Types are not coerced: true is not 1, "45" is
-not 45.
+Document: RFC 8259, one document, no duplicate keys, no NaN or Infinity, finite numbers of at most `max_digits` digits
+(kept exactly, as decimals), nesting of at most `max_depth`, valid Unicode. Types are not converted: true is not 1, "45"
+is not 45.
 
-Schema: checked at load (unknown keywords and formats, dangling references, broken patterns are faults of the task);
-formats are binding; patterns run on RE2, in linear time; references to other documents are refused.
+Schema: a row is refused when its schema has unknown keywords or formats, dangling references, broken patterns, or
+references to other documents. Formats are checked; patterns run on RE2, in linear time.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ except ImportError:
 
 _ECMA_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
 MAX_FRAMES = 15_000
-"""Recursion limit while jsonschema validates: it takes some frames a level, also under a schema of itself."""
+"""Recursion limit while jsonschema validates: it uses several frames for each level of the document."""
 _BLANK = " \t\r\n"
-"""White space of JSON."""
+"""The white space characters of JSON."""
 _ONE = frozenset(
     "additionalProperties additionalItems contains not if then else propertyNames unevaluatedItems "
     "unevaluatedProperties items".split()
@@ -53,10 +53,10 @@ _NOTES = frozenset(
     "$schema $id $anchor $defs definitions $comment title description default examples deprecated readOnly writeOnly "
     "then else minContains maxContains id".split()
 )
-"""Known keywords that the library has no check of its own for."""
+"""Valid keywords that jsonschema has no check for."""
 _BOUNDS = [("minimum", "maximum"), *((f"min{what}", f"max{what}") for what in ("Length", "Items", "Properties"))]
 _ANYTHING = [None, True, 0, 1.5, 0.1234567, -(10**30), 10**30, "", "x" * 10_000, [], [1, 1], ["x"], {}, {"x": 1}]
-"""Documents of every type: a schema that all of them satisfy tests nothing."""
+"""Documents of every type: a schema that accepts all of them tests nothing, and is refused."""
 
 
 @contextmanager
@@ -81,7 +81,7 @@ class JsonVerifier(Verifier):
     gold: str | None = None
     """Column of a document that must be valid, used in the self-test."""
     fence: bool = False
-    """Whether the document may stand in one ```json fence; the bare text is tried first."""
+    """Whether the document may be in one ```json block; the text as a whole is tried first."""
     think_prefilled: bool = False
     max_depth: int = 256
     max_digits: int = 40
@@ -92,7 +92,7 @@ class JsonVerifier(Verifier):
                 raise RewardError(f"json.{name} = {getattr(self, name)}; give {low} to {high}")
 
     def check(self, row: Row) -> Any:
-        """The validator of the row's schema."""
+        """The validator for the row's schema. Raises DataError for a missing or unusable schema."""
         schema = row.get(self.schema)
         if schema is None:
             raise DataError(f"the row has no column {self.schema!r} with a JSON Schema; columns are {', '.join(row)}")
@@ -118,7 +118,7 @@ class JsonVerifier(Verifier):
         return [SelfTest("gold", text, 1), SelfTest("the gold and more", text + text, 0)]
 
     def _document(self, text: str) -> tuple[Any, str]:
-        """(document, "") or (None, why there is none): of the whole text, else of what follows the reasoning."""
+        """(document, ""), or (None, the reason): read from the whole text, else from the text after the think block."""
         text = cut(text)
         document, why = (None, "reasoning") if self.think_prefilled else self._read(text.strip(_BLANK))
         return (document, "") if not why else self._read(after_think(text, self.think_prefilled).strip(_BLANK))
@@ -139,7 +139,7 @@ class JsonVerifier(Verifier):
 
 @lru_cache(maxsize=1024)
 def _compiled(text: str) -> Any:
-    """The validator of a schema. Raises DataError for whatever would make it accept or refuse by accident."""
+    """The validator for a schema. Raises DataError for a schema that would accept or reject documents by mistake."""
     try:
         schema = read_json(text)
     except NotJson as error:
@@ -209,7 +209,7 @@ def _check_part(place: str, part: Mapping[str, Any], known: set[str], root: Mapp
 
 
 def _resolve(root: Any, reference: str) -> Any:
-    """What a local reference points to; None when nothing."""
+    """The part of the schema that a local reference names; None when there is none."""
     if reference == "#":
         return root
     if reference.startswith("#/"):
@@ -240,7 +240,7 @@ def _pattern(pattern: str, place: str = "") -> Any:
         ) from None
 
 
-# Keywords that the library would run on `re` or on floats
+# Keywords that jsonschema itself would check with `re` or with floats
 
 
 def _is_integer(_: Any, value: Any) -> bool:
@@ -281,13 +281,13 @@ def _check_multiple(validator: Any, divisor: Any, value: Any, schema: Any) -> It
 
 
 def _check_unique(validator: Any, unique: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
-    """In linear time: the library compares every pair."""
+    """uniqueItems in linear time; jsonschema compares every pair."""
     if unique is True and validator.is_type(value, "array") and len(set(map(_key, value))) < len(value):
         yield ValidationError("has an item twice")
 
 
 def _key(value: Any) -> Any:
-    """A hashable form of a document: equal for equal documents, and true is not 1."""
+    """A hashable value that is equal for equal documents only; true and 1 differ."""
     if isinstance(value, list):
         return ("array", tuple(map(_key, value)))
     if isinstance(value, dict):

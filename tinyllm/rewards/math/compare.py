@@ -1,4 +1,5 @@
-"""Equality of whole answers by kind: lists, sets, intervals, equations, inequalities, units, texts, expressions."""
+"""Equality of two answers, as trees of reader.py: lists, sets, intervals, equations, inequalities, units, texts,
+expressions. gold: the row's answer; answer: the completion's."""
 
 from __future__ import annotations
 
@@ -16,16 +17,21 @@ MAX_ITEMS = 200
 
 @dataclass(frozen=True)
 class CompareRules:
-    """What a task allows beyond equality."""
+    """Differences between gold and answer that a task allows."""
 
     kind: str = "auto"
+    """interval: an inequality may state an interval; equation: a bare value does not equal the gold's equation; angle:
+    degrees may state radians."""
     percent_asked: bool = False
+    """Whether 7% equals 7 instead of 0.07."""
     waive_units: bool = False
+    """Whether units are ignored."""
     tolerance: Fraction | None = None
+    """Largest absolute error of an answer written as a decimal number; None: none."""
 
 
 def same(gold: Tree, answer: Tree, rules: CompareRules) -> bool | None:
-    """Whether two answers are equal; None when it cannot be told. Raises TooLarge."""
+    """Whether two answers are equal; None when that cannot be decided. Raises TooLarge."""
     if gold == answer:
         return True
     gold_items, answer_items = items(gold), items(answer)
@@ -57,12 +63,12 @@ def same(gold: Tree, answer: Tree, rules: CompareRules) -> bool | None:
 
 
 def _is_decimal(tree: Tree) -> bool:
-    """Whether an answer is written as a decimal (or whole) number: only such a one is rounded."""
+    """Whether an answer is written as a decimal or whole number: the tolerance holds only for these."""
     return tree[0] == "num" or (tree[0] == "neg" and tree[1][0] == "num")
 
 
 def items(tree: Tree) -> list[Tree] | None:
-    """The values of an answer that gives several (a list, a set, plus-minus); None when it gives one."""
+    """The values of an answer with several (a list, a set, plus-minus); None for an answer with one value."""
     if tree[0] == "list":
         flat = [item for part in tree[1:] for item in (items(part) or [part])]
         return flat[: MAX_ITEMS + 1]
@@ -78,7 +84,7 @@ def _has_sign(tree: Tree) -> bool:
 
 
 def signed(tree: Tree, sign: int) -> Tree:
-    """The tree with every plus-minus taken as this sign (and minus-plus as the other)."""
+    """The tree with `sign` (1 or -1) in place of every plus-minus, and the opposite sign for minus-plus."""
     if tree[0] in ("pm", "mp"):
         inner = signed(tree[1], sign)
         return inner if (sign > 0) == (tree[0] == "pm") else ("neg", inner)
@@ -113,7 +119,7 @@ def _all(gold: Sequence[Tree], answer: Sequence[Tree], rules: CompareRules) -> b
 
 
 def _unwrapped(tree: Tree, rules: CompareRules) -> Tree:
-    """Percent signs, degrees and waived units as values."""
+    """The tree without its unit, where that is a percent sign, an angle's degrees or radians, or waived."""
     if tree[0] != "unit":
         return tree
     name = ALIASES.get(tree[2], tree[2])
@@ -164,7 +170,7 @@ def _same_relation(gold: Tree, answer: Tree, rules: CompareRules) -> bool | None
 
 
 def _assigned(relation: Tree) -> tuple[str, Tree] | None:
-    """(name, value) of "x = value" or "value = x" where the value is free of x."""
+    """(name, value) of "x = value" or "value = x" where the value does not contain x; else None."""
     if len(relation) != 4 or relation[2] != "=":
         return None
     left, right = relation[1], relation[3]
@@ -193,7 +199,7 @@ def _same_inequality(gold: Tree, answer: Tree, rules: CompareRules) -> bool:
 
 
 def interval(relation: Tree) -> Tree | None:
-    """The interval that x < b, a <= x or a < x <= b says of its one symbol; None for other relations."""
+    """The interval of x that an inequality states (x < b, a <= x, a < x <= b); None for other relations."""
     low: tuple[str, Tree] = ("(", ("neg", ("const", "infty")))
     high: tuple[str, Tree] = (")", ("const", "infty"))
     sides, signs = relation[1::2], relation[2::2]
@@ -210,7 +216,7 @@ def interval(relation: Tree) -> Tree | None:
 
 
 def check_value(tree: Tree) -> None:
-    """Compute every expression of a gold's tree once. Raises TooLarge, Undefined where that is impossible."""
+    """Check that every expression of a gold's tree has a value. Raises TooLarge or Undefined."""
     if tree[0] in EXPRESSIONS:
         if _has_sign(tree) or tree[0] == "const" or (tree[0] == "neg" and tree[1] == ("const", "infty")):
             return

@@ -1,10 +1,12 @@
 """Whether two expressions (trees of reader.py) are equal: by structure, as exact rationals, or by an identity test.
 
-- Rational expressions are computed exactly. Sizes are checked before each operation: powers, factorials, binomials.
-- Others are compared as numbers of 100 digits (when those agree, of 500 and more, by how far numbers within them lie
-  from 1), at fixed points for every symbol: positive, negative and complex. All points must agree, so |x| is not
-  x. Distinct expressions that agree everywhere to so many digits do not occur by chance.
-- Where no point can be computed, math-verify is asked (its answer counts only for what our reader has read completely).
+- Rational expressions are computed exactly. The sizes of powers, factorials and binomials are checked before they are
+  computed.
+- Other expressions are compared as numbers of 100 digits and, if those agree, of at least 500 (more when numbers within
+  the expressions are very large or small), at fixed values of every symbol: positive, negative and complex. They must
+  agree at all points, so |x| is not x. Different expressions do not agree to so many digits by chance.
+- Where no point can be computed the result is None; the math verifier then asks math-verify, and only about answers
+  that our reader has read completely.
 """
 
 from __future__ import annotations
@@ -21,35 +23,35 @@ import mpmath
 from tinyllm.rewards.math.reader import Tree
 
 MAX_BITS = 200_000
-"""Exact numbers may have this many bits."""
+"""Largest number of bits of an exact number's numerator or denominator."""
 MAX_FACTORIAL = 3_000
 MAX_MAGNITUDE = 1_000_000
-"""Decimal exponent that numbers may have, of either sign."""
+"""Largest absolute decimal exponent of a number."""
 MAX_ARGUMENT = 10**400
-"""Largest argument of a function: reducing an angle costs its digits."""
+"""Largest absolute argument of a function: the cost of reducing an angle grows with its digits."""
 DIGITS = (100, 500)
 POINTS = 7
-"""Of an identity test: four positive, two negative, one complex."""
+"""Number of points of an identity test: four positive, two negative, one complex."""
 SPAN = "span"
-"""Key of a point under which `samples` keeps the largest power of ten (of either sign) met within an expression; no
+"""Key in a point's values for a one-element list: the largest absolute decimal exponent met within an expression. No
 symbol has this name."""
 MAX_DIGITS = 20_000
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
 
 
 class TooLarge(ValueError):
-    """An operation would be past a limit; nothing was computed."""
+    """An operation would exceed a limit; it was not computed."""
 
 
 class Undefined(ValueError):
-    """No finite value here (division by zero, infinity in an expression)."""
+    """An expression has no finite value (division by zero, infinity)."""
 
 
 # Exact values
 
 
 def exact(tree: Tree) -> Fraction | None:
-    """The rational value of an expression; None when it is not rational on its face. Raises TooLarge, Undefined."""
+    """The rational value of an expression; None where exact arithmetic cannot give one. Raises TooLarge, Undefined."""
     kind = tree[0]
     if kind == "num":
         return tree[1]
@@ -247,7 +249,7 @@ def _rational(name: str, number: int) -> Fraction:
 
 
 def point(name: str, number: int) -> Any:
-    """The value of a symbol at a point, in mpmath's working precision: the same in every process, on every machine."""
+    """The value of a symbol at point `number`, at mpmath's working precision; the same on every machine."""
     value = _rational(name, number)
     real = mpmath.mpf(value.numerator) / value.denominator
     if number < 4:
@@ -270,7 +272,10 @@ def symbols(tree: Tree) -> set[str]:
 
 
 def samples(trees: Sequence[Tree], digits: int, span: list[float] | None = None) -> Iterator[list[Any]]:
-    """The trees' values at each point where all have one; span[0] becomes the largest power of ten met."""
+    """The trees' values at each point where all have one; span[0] becomes the largest absolute decimal exponent met.
+
+    Raises TooLarge.
+    """
     span = [0.0] if span is None else span
     names = sorted(set().union(*map(symbols, trees)))
     for number in range(POINTS if names else 1):
@@ -285,7 +290,10 @@ def samples(trees: Sequence[Tree], digits: int, span: list[float] | None = None)
 
 
 def same_value(left: Tree, right: Tree, tolerance: Fraction | None = None) -> bool | None:
-    """Whether two expressions are equal; None when it cannot be told. tolerance: largest absolute error, if any."""
+    """Whether two expressions are equal; None when no point can be computed. tolerance: largest absolute error.
+
+    Raises TooLarge, Undefined.
+    """
     if left == right:
         return True
     if _infinite(left) or _infinite(right):
@@ -311,13 +319,15 @@ def same_value(left: Tree, right: Tree, tolerance: Fraction | None = None) -> bo
 
 
 def _infinite(tree: Tree) -> bool:
-    """Whether infinity stands anywhere within an expression: it equals only what is written the same."""
+    """Whether an expression contains infinity: it equals only an expression that is written the same."""
     return tree == ("const", "infty") or any(_infinite(part) for part in tree[1:] if isinstance(part, tuple) and part)
 
 
 def _agree(left: Tree, right: Tree, digits: int, span: list[float]) -> bool | None:
-    """Whether two expressions agree to so many digits at every point; None when there is no point. Rounding errors are
-    relative to the largest number met within them."""
+    """Whether two expressions agree to `digits` digits at every point; None when no point can be computed.
+
+    Rounding errors are relative to the largest number met within the expressions, given by span.
+    """
     found, bound = None, span[0]
     for a, b in samples([left, right], digits, span):
         with mpmath.workprec(53):
@@ -330,7 +340,7 @@ def _agree(left: Tree, right: Tree, digits: int, span: list[float]) -> bool | No
 
 
 def _digits(tree: Tree) -> int:
-    """Digits of the largest exact number within an expression: the precision that a difference may need."""
+    """Decimal digits of the largest exact number within an expression: a difference may need that many digits."""
     value = None
     if tree[0] in _EXACT or tree[0] == "num":
         value = exact(tree)
@@ -339,7 +349,10 @@ def _digits(tree: Tree) -> int:
 
 
 def proportional(left: Tree, right: Tree, positive: bool = False) -> bool:
-    """Whether left is a constant, non-zero (or positive) multiple of right: left = 0 and right = 0 are one equation."""
+    """Whether left is a constant multiple of right, not 0: then left = 0 and right = 0 are the same equation.
+
+    positive: the constant must be above 0, as for inequalities.
+    """
     if symbols(left) != symbols(right) or not symbols(left):
         return False
     digits = DIGITS[0]

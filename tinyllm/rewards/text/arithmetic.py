@@ -1,6 +1,6 @@
 """Family "arithmetic": the answer is a number, a tuple of numbers or a clock time, by our own grammar (numbers.py).
 
-Values are compared exactly, as rationals; a tolerance holds only where the task states one. The whole region must read.
+Values are compared exactly, as rationals, unless the task sets a tolerance. The whole region must match the grammar.
 Units, currency signs and percent signs are compared, unless the task waives them (`units`, `percent`).
 """
 
@@ -48,36 +48,36 @@ ml mL milliliter milliliters millilitre millilitres
 \u00b0 degree degrees
 """
 ALIASES = {alias: names.split()[0] for names in _UNITS.strip().split("\n") for alias in names.split()}
-"""Spellings of one unit. Nothing is converted: 1 km is not 1000 m unless the task's gold says so."""
+"""Spelling of a unit -> the unit's name. Units are not converted: 1 km does not equal 1000 m."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """What an answer says: its kind, its exact value(s), its unit and its bracket."""
+    """The value of an answer: its kind, its exact numbers, its unit and its bracket. A time is in seconds."""
 
     kind: Literal["number", "tuple", "time"]
     numbers: tuple[Fraction | int, ...]
     unit: str | None = None
     bracket: str = ""
-    """"(" counts as no bracket: 2,5 and (2,5) are the same pair; [2,5] and {2,5} are not."""
+    """Opening bracket of a tuple; "" for "(" too: 2,5 and (2,5) are the same pair, [2,5] and {2,5} are others."""
 
 
 @dataclass(frozen=True)
 class ArithmeticVerifier(Verifier):
-    """Settings: those of the region, and the six below."""
+    """Settings of the family: those of the region, and the fields below."""
 
     family: ClassVar[str] = "arithmetic"
     region: Region = Region()
     gold: str = "answer"
-    """Column of the gold; a worked solution is read by the task's rule ("30*3=90\\n#### 90")."""
+    """Column of the gold; the region's rule finds the answer in a worked solution ("30*3=90\\n#### 90")."""
     kind: Literal["auto", "number", "tuple", "time"] = "auto"
-    """auto: what the gold is."""
+    """Kind of the answer; auto: the kind of the gold."""
     units: tuple[str, ...] = ()
     """Units the answer may carry or leave out; any other unit must be the gold's own."""
     percent: Literal["value", "asked"] = "value"
     """value: 7% is 0.07; asked: the task asks for a percentage, so 7% and 7 are the same."""
     abs_tol: str | None = None
-    """Largest absolute error, as a number; accepted when it or rel_tol holds."""
+    """Largest absolute error, as a number; an answer is right within either abs_tol or rel_tol."""
     rel_tol: str | None = None
     """Largest error relative to the gold."""
 
@@ -100,7 +100,7 @@ class ArithmeticVerifier(Verifier):
         return frozenset(ALIASES.get(unit, unit) for unit in self.units)
 
     def check(self, row: Row) -> Value:
-        """Raises DataError when the gold is not a number, tuple or time of the task's kind."""
+        """The value of the row's gold. Raises DataError when it is not a number, tuple or time of the task's kind."""
         text = gold_text(row, self.gold)
         value = _read_gold(self, text)
         if value is None:
@@ -127,7 +127,7 @@ class ArithmeticVerifier(Verifier):
         return why or ("the answer does not read completely" if unread else "")
 
     def same(self, gold: Value, answer: Value) -> bool:
-        """Whether two values are equal: kind, bracket, unit, count and order, and each number within the tolerance."""
+        """Whether two values are equal in kind, bracket, unit and count, and each number within the tolerance."""
         if (answer.kind, answer.bracket, len(answer.numbers)) != (gold.kind, gold.bracket, len(gold.numbers)):
             return False
         if answer.unit != gold.unit and not (
@@ -160,7 +160,7 @@ class ArithmeticVerifier(Verifier):
         return self.read(found, kind)
 
     def read(self, text: str, kind: str) -> Value | None:
-        """The value that the whole text is, of the given kind ("auto": number, then tuple, then time), or None."""
+        """The value of the whole text, of the given kind ("auto": number, else tuple, else time), or None."""
         text = unwrap(text)
         if kind in ("auto", "number"):
             value = self._quantity(text)
@@ -224,7 +224,7 @@ def _clock(time: re.Match[str]) -> Value | None:
 
 
 def show(value: Value) -> str:
-    """The value as an answer text that reads back as the same value."""
+    """An answer text from which the same value is read."""
     if value.kind == "time":
         seconds = int(value.numbers[0]) % 86400
         return f"{seconds // 3600:02}:{seconds // 60 % 60:02}" + (f":{seconds % 60:02}" if seconds % 60 else "")
@@ -236,6 +236,6 @@ def show(value: Value) -> str:
 
 
 def _digits(number: Fraction | int) -> str:
-    """As text; Decimal writes every digit, where the interpreter's own conversion of integers stops at 4,300."""
+    """The number as text; by Decimal, because Python's own conversion of integers stops at 4,300 digits."""
     above, below = map(Decimal, Fraction(number).as_integer_ratio())
     return str(above) if below == 1 else f"{above}/{below}"

@@ -1,4 +1,4 @@
-"""The closed registry of constraints: a name, checks of its arguments, and whether a text follows it."""
+"""The registry of constraints: for each name the checks of its arguments and the test whether a text follows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinyllm.rewards.text.languages import LANGUAGES, detector, language_of
 
 COMMAS = ",\u060c\u3001\uff0c\ufe50\ufe51\ufe10\ufe11\u055d\u07f8\u1363\u1802\u1808\ua4fe\ua60d\ua6f5\uff64\u201a"
 COMMAS += "\u2e32\u2e34\u2e41\u2e49\u2e4c\U0001144d\U0001145a\U00016e97\U0001da87"
-"""Commas of every script, all banned by "no commas"."""
+"""Commas of every script; punctuation:no_comma forbids them all."""
 _WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 _BULLET = re.compile(r"^[ \t]*[*+-][ \t]+(?=\S)(.*)$", re.MULTILINE)
 _RULE = re.compile(r"^[ \t]*(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$", re.MULTILINE)
@@ -26,14 +26,16 @@ OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 @dataclass(frozen=True)
 class Constraint:
-    """One constraint: follows(text, **arguments)."""
+    """One constraint: the test of a text, and the checks of its arguments."""
 
     follows: Callable[..., bool]
+    """follows(text, **arguments): whether the text follows the constraint."""
     arguments: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
-    """Name -> a check that returns what is wrong with a value, or ""."""
+    """Name of an argument -> check of its value: returns the remedy for a wrong value, "" for a right one."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of arguments that a row may leave out."""
     consistent: Callable[[Mapping[str, Any]], str] = lambda values: ""
-    """What is wrong with all arguments together, or ""."""
+    """Check of all arguments together: returns the fault, or ""."""
 
 
 # Checks of arguments
@@ -73,12 +75,12 @@ def _language(value: Any) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Words: runs of letters and digits, with apostrophes and hyphens inside."""
+    """The words of a text: runs of letters and digits, with apostrophes and hyphens inside."""
     return _WORD.findall(text)
 
 
 def sentences(text: str) -> int:
-    """Sentences: ends of sentences that are no abbreviations, and a last one without a mark."""
+    """Number of sentences; an abbreviation's full stop ends none, and the last sentence needs no mark at its end."""
     count, end = 0, 0
     for match in _SENTENCE_END.finditer(text):
         if not _ABBREVIATION.search(text[max(0, match.start() - 8) : match.start() + 1]):
@@ -87,18 +89,18 @@ def sentences(text: str) -> int:
 
 
 def paragraphs(text: str, mark: str = r"\n[ \t]*\n") -> list[str]:
-    """Parts between blank lines (or another mark) that are not blank."""
+    """The parts of a text between blank lines (or another mark, a regular expression), without empty parts."""
     return [part.strip() for part in re.split(mark, text) if part.strip()]
 
 
 def occurrences(text: str, keyword: str) -> int:
-    """How often a keyword stands as a whole word (or words), in any case."""
+    """How often a keyword (one or more whole words) occurs in a text, in upper or lower case."""
     keyword = r"\s+".join(map(re.escape, unicodedata.normalize("NFC", keyword).split()))
     return len(re.findall(rf"(?<!\w){keyword}(?!\w)", unicodedata.normalize("NFC", text), re.IGNORECASE))
 
 
 def compare(number: int, relation: str, bound: float) -> bool:
-    """IFEval's two relations."""
+    """Whether number >= bound ("at least") or number < bound ("less than"), IFEval's two relations."""
     return number >= bound if relation == "at least" else number < bound
 
 
@@ -146,7 +148,7 @@ def _first_word(text: str, num_paragraphs: float, nth_paragraph: float, first_wo
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
-    """The marker starts the last paragraph; text before it and after it."""
+    """Whether the marker starts the last paragraph, with text before and after the marker."""
     last = max(text.rfind("\n" + postscript_marker), text.rfind("\n\n" + postscript_marker))
     tail = text[last:].strip()
     return last > 0 and bool(text[:last].strip()) and len(paragraphs(tail)) == 1 and tail != postscript_marker
@@ -239,7 +241,7 @@ def _in_order(values: Mapping[str, Any]) -> str:
 
 
 def _can_tell_language(values: Mapping[str, Any]) -> str:
-    detector()  # raises where its library is missing: when the rows are loaded, not at the first verdict
+    detector()  # raises MissingExtra when the rows are loaded, not at the first verdict
     return ""
 
 

@@ -1,4 +1,6 @@
-"""Where the answer stands: one region of the completion, named by the task, found in linear time, without fallback.
+"""The answer's region: the part of a completion that holds the answer by the task's rule, found in linear time.
+
+A completion without the region has no answer; no other rule is tried.
 
     completion -> cut at end-of-turn and stop -> after the last closed think block -> the rule's region -> answer text
 
@@ -25,7 +27,7 @@ END_OF_TURN = (
     "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> <|end|> <|return|> <end_of_turn> <|eot|> <|eom_id|> "
     "<|END_OF_TURN_TOKEN|> <eos> <\uff5cend\u2581of\u2581sentence\uff5c> </s>"
 ).split()
-"""Written end-of-turn tokens; what follows one is not part of the answer."""
+"""End-of-turn tokens as text; text after one is not part of the answer."""
 _END = re.compile("|".join(map(re.escape, END_OF_TURN)))
 _BOX = re.compile(r"\\(boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -38,25 +40,25 @@ _JOIN = re.compile(r"[\s,;]*(?:or|and|,|;|/)[\s,;]*(?:or|and)?[\s]*", re.IGNOREC
 
 @dataclass(frozen=True)
 class Region:
-    """Where the answer stands: a rule with its settings."""
+    """A rule that finds the answer in a completion, with its settings."""
 
     rule: Rule = "tag"
     tag: str = "answer"
     """Name of the tag (rule tag)."""
     which: Literal["one", "last"] = "one"
-    """one: exactly one block may stand there; last: the last block counts."""
+    """one: there must be exactly one block; last: the last block counts (rule tag)."""
     boxes: tuple[str, ...] = ("boxed",)
     """TeX commands that mark the answer: boxed, fbox (rule boxed)."""
     agree: bool = False
-    """Whether all boxes must hold the same text; else the last one counts."""
+    """Whether all boxes must hold the same text; in any case the last box is the answer (rule boxed)."""
     marker: str = "Answer:"
-    """What stands before the answer (rule marker); the last one counts, up to the end of its line."""
+    """Text before the answer (rule marker); the answer is the rest of the line after the last marker."""
     tags: tuple[str, ...] = ("think", "answer")
-    """The blocks the whole output must consist of, in order (rule exact_format); the last holds the answer."""
+    """The blocks that the whole output must consist of, in order (rule exact_format); the last holds the answer."""
     think_prefilled: bool = False
     """Whether the prompt already ends in <think>."""
     stop: str | None = None
-    """Generation stops after the first of these; later text is not part of the output."""
+    """A stop string: text after its first occurrence is not part of the output."""
 
     def __post_init__(self) -> None:
         for name in ("tag", "marker"):
@@ -70,11 +72,11 @@ class Region:
 
     @property
     def reads_end(self) -> bool:
-        """Whether the rule reads the end of the text: a completion cut by the length limit then has no answer."""
+        """Whether the rule reads the end of the text, so that a completion cut by the length limit has no answer."""
         return self.rule in ("last_number", "final")
 
     def find(self, text: str) -> tuple[str | None, str]:
-        """(answer, "") or (None, why there is none). Linear in the text."""
+        """(answer, ""), or (None, the reason why there is none). Takes time linear in the text's length."""
         text = cut(text, self.stop)
         if self.rule == "exact_format":
             return self._exact(text)
@@ -86,7 +88,7 @@ class Region:
         return answer, why
 
     def write(self, answer: str) -> str:
-        """A completion that gives this answer by the rule: how self-tests state a gold."""
+        """A completion in which the rule finds this answer; self-tests use it to state a gold."""
         body = {
             "tag": f"<{self.tag}>{answer}</{self.tag}>",
             "boxed": f"\\{self.boxes[0]}{{{answer}}}",
@@ -155,10 +157,10 @@ class Region:
         return number, "" if number else "no number at the end"
 
     def _final(self, text: str) -> tuple[str | None, str]:
-        """The statement after the last "answer is" / "answer:", else the last line that is not blank."""
+        """The rest of the line after the last "answer is" or "answer:", else the last line that is not blank."""
         last = deque(_STATED.finditer(text), maxlen=1)
         if last:
-            negated = last[0][0].lower().rstrip(" *_:").endswith(" not")  # "is not 72": the "not" stays
+            negated = last[0][0].lower().rstrip(" *_:").endswith(" not")  # "is not 72": keep the "not"
             text = text[last[0].end() - (4 if negated else 0) :].split("\n", 1)[0]
         else:
             text = text.rstrip().rpartition("\n")[2]
@@ -186,7 +188,7 @@ class Region:
 
 
 def cut(text: str, stop: str | None = None) -> str:
-    """The text up to the first end-of-turn token, and up to and including the first stop string."""
+    """The text before the first end-of-turn token, up to and including the first `stop`."""
     end = _END.search(text)
     if end:
         text = text[: end.start()]
@@ -195,7 +197,10 @@ def cut(text: str, stop: str | None = None) -> str:
 
 
 def after_think(text: str, prefilled: bool = False) -> str:
-    """The text after the last </think>, up to a block that stays open; "" where a prefilled block is not closed."""
+    """The text after the last </think>, up to the next <think>; "" if the prompt opened a block that is not closed.
+
+    prefilled: whether the prompt ends in <think>.
+    """
     _, closed, rest = text.rpartition("</think>")
     if not closed and prefilled:
         return ""
@@ -230,7 +235,7 @@ def unwrap(answer: str) -> str:
 
 
 def closes_at(text: str, start: int) -> int:
-    """Index of the brace that closes the one at `start`; -1 when it stays open. Escaped braces do not count."""
+    """Index of the brace that closes the brace at `start`; -1 when there is none. Escaped braces do not count."""
     depth = 0
     for match in _BRACE.finditer(text, start):
         depth += (match[0] == "{") - (match[0] == "}")
@@ -240,7 +245,7 @@ def closes_at(text: str, start: int) -> int:
 
 
 def math_spans(text: str) -> list[str]:
-    """Contents of $..$, $$..$$, \\(..\\) and \\[..\\]; [] for a list (joined by "or", "and" or a comma)."""
+    """Contents of $..$, $$..$$, \\(..\\) and \\[..\\]; [] if any two are joined to a list by "or", "and" or a comma."""
     spans: list[tuple[int, int, str]] = []
     opened: tuple[int, int, str] | None = None  # (start, start of the content, mark that closes it)
     for match in _MATH_MARK.finditer(text):

@@ -1,7 +1,7 @@
-"""Family "format": the answer stands where the task says, and (where there is a gold) it is the gold text.
+"""Family "format": the answer is in the region that the task names and, if the row has a gold, equals the gold text.
 
-Equality is of the whole region: as numbers when the gold is one (numbers.py), else as text after NFC, white space made
-single and markup around the whole removed (`unwrap`). No substrings, no prefixes.
+The whole region is compared, not a substring or prefix of it: as a number when the gold is one (numbers.py), else as
+text after NFC normalization, with runs of white space as one space and markup around the whole removed (`unwrap`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tinyllm.rewards.text.numbers import read_number, stated_number
 
 @dataclass(frozen=True)
 class FormatVerifier(Verifier):
-    """Settings: those of the region, and the three below."""
+    """Settings of the family: those of the region, and the fields below."""
 
     family: ClassVar[str] = "format"
     region: Region = Region()
     gold: str | None = "answer"
-    """Column of the gold text; empty = judge the format alone."""
+    """Column of the gold text; None (written as an empty setting): judge the format alone."""
     choices: tuple[str, ...] = ()
-    """The only legal answers, for example A|B|C|D; parentheses around one are allowed."""
+    """The only valid answers, for example A|B|C|D; an answer may be in parentheses."""
     ignore_case: bool = False
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class FormatVerifier(Verifier):
             raise RewardError(f"format.rule = {self.region.rule!r} without a gold pays for any text; give format.gold")
 
     def check(self, row: Row) -> str:
-        """The gold as text; "" without one."""
+        """The normalized gold text; "" where only the format is judged. Raises DataError for an unusable gold."""
         if self.gold is None:
             return ""
         gold = gold_text(row, self.gold)

@@ -1,8 +1,7 @@
-"""Family "instructions": constraints that can be checked, in the style of IFEval. All of them must be followed.
+"""Family "instructions": the answer must follow all of a row's constraints, which are in the style of IFEval.
 
-The registry is closed: an unknown constraint, argument or value is a fault of the task, found at load, as is an
-argument that contradicts the prompt's own text. Nothing is drawn at random. A non-empty answer is required; reasoning
-does not count.
+A row with an unknown constraint, argument or value is refused when it is loaded, as is an argument that contradicts the
+prompt's own text. No argument is drawn at random. The answer must not be empty; the think block is not part of it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ COUNTED = {
     "num_placeholders": r"placeholders?",
     "num_highlights": r"(?:highlighted sections?|highlights?|sections?)",
 }
-"""Arguments that a prompt states in words: where it names a number of these, the argument must be one of them."""
+"""Argument -> its noun in prompts: where a prompt has numbers of that noun, the argument must be one of them."""
 _WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 _NUMBER_WORDS = {word: number for number, word in enumerate(_WORDS)}
 _NUMBER_WORDS |= {"fifteen": 15, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "hundred": 100}
@@ -44,7 +43,7 @@ _RELATIONS = {
         r"or less|maximum",
     ),
 }
-"""How prompts write a relation: before the number, after it, after the noun."""
+"""Relation -> how prompts write it: before the number, after the number, after the noun."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class InstructionVerifier(Verifier):
 
     family: ClassVar[str] = "instructions"
     prompt_fails: ClassVar[bool] = False
-    """A prompt may well follow its own constraints ("use no commas")."""
+    """False: a prompt may follow its own constraints ("use no commas"), so the prompt as an answer need not fail."""
     constraints: str = "constraints"
     """Column with a list of {"id": ..., "kwargs": {...}}; without it, IFEval's instruction_id_list and kwargs."""
     think_prefilled: bool = False
@@ -69,7 +68,7 @@ class InstructionVerifier(Verifier):
         return f"not followed: {', '.join(broken)}" if broken else "" if answer else "the answer is empty"
 
     def check(self, row: Row) -> list[tuple[str, Callable[[str], bool]]]:
-        """(name, whether a text follows it) of each constraint."""
+        """(name, test of a text) of each constraint. Raises DataError for unusable or contradicting constraints."""
         found = []
         for entry in self._entries(row):
             name, arguments = entry.get("id"), entry.get("kwargs") or {}
@@ -101,7 +100,7 @@ class InstructionVerifier(Verifier):
 
 
 def _arguments(name: str, constraint: Constraint, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked arguments: null counts as not given, and all without a default are needed."""
+    """The checked arguments; null counts as not given. Raises DataError, also when one without a default is missing."""
     values = {key: value for key, value in given.items() if value is not None}
     for key in values:
         if key not in constraint.arguments:
@@ -141,7 +140,7 @@ def _exclude(name: str, values: Mapping[str, Any], other: str, more: Mapping[str
 
 
 def _agree(name: str, values: Mapping[str, Any], prompt: str) -> None:
-    """Raises DataError when the prompt names a number (and relation) of the same thing, and the argument is another."""
+    """Raises DataError when the prompt states another number or relation for an argument of COUNTED."""
     for key, value in values.items():
         if key not in COUNTED or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
@@ -160,7 +159,7 @@ def _agree(name: str, values: Mapping[str, Any], prompt: str) -> None:
 
 
 def _stated(prompt: str, relation: str, noun: str) -> set[int]:
-    """The numbers of a noun that a prompt names with this relation (with none, when it is "")."""
+    """The numbers that a prompt states for a noun, with this relation ("at least", "less than"), or with none ("")."""
     if relation:
         before, after, behind = _RELATIONS[relation]
         pattern = (

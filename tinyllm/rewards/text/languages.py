@@ -1,9 +1,9 @@
-"""Which language a text is in, by py3langid: naive Bayes over byte sequences of 140 languages, on numpy, deterministic.
+"""The language of a text, by py3langid: naive Bayes over byte sequences for 140 languages, on numpy, deterministic.
 
-    the language of the whole text, when its probability is at least 0.5 and neither half is of another one
+    the language of the whole text, if its probability is at least 0.5 and neither half is of another language
 
-Else the language is not told, and a constraint on it is not followed. Accuracy on sentences of the 36 languages that
-constraints may ask for: benchmarks/languages.py. Model and features: Lui and Baldwin, langid.py (ACL 2012 system
+Otherwise the language is undecided, and a constraint on it is not followed. Accuracy on sentences of the 36 languages
+that constraints may name: benchmarks/languages.py. Model and features: Lui and Baldwin, langid.py (ACL 2012 system
 demonstrations).
 """
 
@@ -18,16 +18,16 @@ LANGUAGES = frozenset(
     "ar bg bn de el en es fa fi fr gu he hi hy it ja ka kn ko ml mr ne nl pa pl pt ru sv sw ta te th tr uk ur vi zh"
     .split()
 )  # fmt: skip
-"""ISO 639-1 codes that a constraint may ask for; a text may also be told to be of another language."""
+"""ISO 639-1 codes that a constraint may name; language_of may also return the code of another language."""
 MIN_PROBABILITY = 0.5
 MAX_CHARS = 4_000
-"""The start of a text decides."""
+"""Only so many characters at the start of a text are read."""
 MIN_HALF_CHARS = 30
-"""A shorter half of a text says too little about its language."""
+"""A half of a text with fewer characters is too short for its language to be compared."""
 
 
 def language_of(text: str) -> str | None:
-    """The code of the language that a text is in; None when the text is too short or too mixed to tell.
+    """ISO 639-1 code of a text's language; None when the text is too short or too mixed to decide.
 
     Raises MissingExtra where py3langid is not installed.
     """

@@ -10,7 +10,8 @@
     exp      := ('e' | 'E') [sign] digits
     percent  := '%' | 'percent'                        7% is 7/100; TeX's \\$ and \\% are $ and %
 
-Digits are ASCII. The whole text must match: there are no fragments. `int`, `float` and `isdigit` are not the grammar.
+Digits are ASCII. The whole text must match, not a part of it. Python's `int`, `float` and `isdigit` accept other texts
+and are not used as the grammar.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fractions import Fraction
 MAX_CHARS = 10_000
 """A longer text is not a number."""
 MAX_EXPONENT = 1_000
-"""Largest absolute decimal exponent: 1e999999999 is refused, not computed."""
+"""Largest absolute decimal exponent: 1e999999999 is not read as a number, and not computed."""
 
 _SIGN = "[+\\-\u2212]"
 _GROUPED = "[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:[\u2009\u202f][0-9]{3})+)"
@@ -41,7 +42,7 @@ _SMALL = re.compile(r"-?[0-9]{1,15}")
 
 @dataclass(slots=True)
 class Number:
-    """A number as it was read: its exact value and what stood around the digits."""
+    """A number that was read: its exact value, and whether a percent or currency sign was with it."""
 
     value: Fraction | int
     """A percent sign is already applied: 7% has the value 7/100."""
@@ -50,7 +51,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """The number that the whole text is, without white space around it and one full stop; None for other texts."""
+    """The number that the whole text is, apart from white space around it and one full stop; else None."""
     text = text.strip()
     if _SMALL.fullmatch(text):  # the common case, 10 times faster
         return Number(int(text))
@@ -83,7 +84,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def decimal_value(mantissa: str, exponent: str = "") -> Fraction | None:
-    """The exact value of a decimal of any length; None where the exponent is past MAX_EXPONENT."""
+    """The exact value of a decimal of any length; None where the exponent exceeds MAX_EXPONENT."""
     digits = exponent.lstrip("+-").lstrip("0")
     if len(digits) > 4 or int(digits or 0) > MAX_EXPONENT:
         return None
@@ -91,7 +92,7 @@ def decimal_value(mantissa: str, exponent: str = "") -> Fraction | None:
 
 
 def digits_to_int(digits: str) -> int:
-    """The value of ASCII digits, of any count: the interpreter's own conversion stops at 4,300."""
+    """The value of any number of ASCII digits; Python's own conversion stops at 4,300."""
     return int(digits) if len(digits) <= 4_000 else int(Decimal(digits))
 
 
@@ -103,7 +104,7 @@ _TRAILING = ".,:_$"
 
 
 def _numbers(text: str) -> Iterator[str | None]:
-    """Every number-like token, from the last to the first: as it stands, or None when it does not read completely."""
+    """Every token with a digit, from the last to the first: its text, or None where the whole token is not a number."""
     tokens = _TOKEN.findall(text)
     if ":" in text:
         tokens = [piece for token in tokens for piece in _COLON.split(token)]
@@ -120,10 +121,10 @@ def _numbers(text: str) -> Iterator[str | None]:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, as it stands there; None when there is none or when it does not read completely.
+    """The text of the last number; None when there is none, or when the last token with a digit is not a number.
 
-    The last token with a digit decides ("17:30", "12cm" or "3-8" leave no answer: no fragments); a token that starts
-    with a letter ("x2") is a name and is passed over. A sign directly before the digits belongs to the number.
+    "17:30", "12cm" and "3-8" are not numbers, and no part of them is taken; a token that starts with a letter ("x2") is
+    a name and is skipped. A sign directly before the digits belongs to the number.
     """
     return next(_numbers(text), None)
 
@@ -146,7 +147,7 @@ _WITHDRAWN = re.compile(
     r"|[^.!?]*\b(?:is|was|be|seems)(?:n't)? (?:wrong|incorrect|false|not (?:right|correct|it|the answer))\b",
     re.IGNORECASE,
 )
-"""The same after a number."""
+"""Words after a number that deny it, or make it part of something else."""
 
 
 def taken_back(before: str, after: str) -> bool:
@@ -155,7 +156,7 @@ def taken_back(before: str, after: str) -> bool:
 
 
 def stated_number(text: str) -> str | None:
-    """The one number a statement gives: its last, unless the statement hedges or lists ("5 or 6", "4, 5, 6")."""
+    """The text of a statement's last number; None if the statement hedges, lists or denies it ("5 or 6", "not 5")."""
     found = list(_numbers(text))
     if not found or found[0] is None:
         return None
