@@ -227,3 +227,8 @@ def test_the_loop_looks_at_the_newest_lines_only():
     for step, row in enumerate((GOOD, NOT_FINITE, GOOD), 1001):
         long = long.with_step({"step": step, **row}, ())
         assert monitor(long) == []
+
+
+def test_numbers_of_nested_keys_are_found_by_their_name_in_the_table():
+    found = history({"reward_parts": {"correct": 0.25}}, {"reward_parts": {"correct": 0.5}})
+    assert found.values("reward_parts.correct") == [(1, 0.25), (2, 0.5)] and found.values("reward_parts.format") == []

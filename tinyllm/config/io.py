@@ -144,7 +144,7 @@ def _check_grpo(c: GRPOConfig) -> None:
     low, high = c.objective.clip_low, c.objective.clip_high
     if low is not None and low > 1:
         raise ConfigError(f"objective.clip_low = {low}: a ratio cannot fall by more than 1; set it to 0.2")
-    if high is not None and low is not None and high < low and c.objective.preset != "cispo":
+    if high is not None and low is not None and high < low and c.objective.axes.clip != "cispo":
         raise ConfigError(f"objective.clip_high = {high}: below clip_low = {low}; set it to {low} or more")
 
 

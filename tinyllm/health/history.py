@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.config.sections import Config, GRPOConfig
+from tinyllm.record.metrics import flat
 from tinyllm.record.rundir import RunDir
 from tinyllm.records import Group
 
@@ -75,8 +76,9 @@ class History:
         return self.config.sampling.group_size * sum(row.get("groups_drawn") or 0 for row in self.train)
 
     def values(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) of every training step that has a number under this key."""
-        return [(row["step"], row[key]) for row in self.train if isinstance(row.get(key), (int, float))]
+        """(step, value) of every training step that has a number under this key of METRICS ("reward_parts.correct")."""
+        rows = self.train if "." not in key else [flat(row) for row in self.train]
+        return [(row["step"], row[key]) for row in rows if isinstance(row.get(key), (int, float))]
 
     def late_mean(self, key: str) -> tuple[float, int] | None:
         """(mean over the last third of the steps that have this key, its first step); None where none has."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from tinyllm.config.sections import GRPOConfig, TrainConfig
 from tinyllm.distributed.ranks import SOLO, Ranks
@@ -152,21 +151,22 @@ class InlineSource:
 
     def _collect_on_all_ranks(self, number: int, prompts: Sequence[Prompt], timing: Timing) -> JudgedGroups:
         """_collect on a share of the prompts; returns all ranks' groups, and logged numbers averaged over ranks."""
-        metrics: Mapping[str, float] = {}
 
-        def work(share: Sequence[Prompt]) -> list[tuple[Group, dict[str, list[Any]]]]:
-            nonlocal metrics
+        def work(share: Sequence[Prompt]) -> list[JudgedGroups]:
             part = self._collect(number, share, timing)
-            metrics, found, start = part.logged.metrics, [], 0
+            found, start = [], 0
             for group in part.groups:
                 end = start + len(group.rollouts)
-                found.append((group, {name: list(x[start:end]) for name, x in part.logged.extras.items()}))
+                columns = {name: list(column[start:end]) for name, column in part.logged.extras.items()}
+                found.append(JudgedGroups((group,), Logged(part.logged.metrics, columns)))
                 start = end
             return found
 
         each = self.ranks.share(prompts, work)
-        columns = joined_logs([JudgedGroups((group,), Logged(extras=columns)) for group, columns in each]).extras
-        return JudgedGroups(tuple(group for group, _ in each), Logged(_means(self.ranks.gather(metrics)), columns))
+        metrics = _means([part.logged.metrics for part in each[: self.ranks.count]])  # the first of each rank
+        return JudgedGroups(
+            tuple(group for part in each for group in part.groups), Logged(metrics, joined_logs(each).extras)
+        )
 
 
 @dataclass(frozen=True)
