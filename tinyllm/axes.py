@@ -199,7 +199,7 @@ def describe_axes() -> str:
             if getattr(preset.axes, row.name) != row.default
         ]
         options = ["`dynamic_sampling = true`"] if preset.dynamic_sampling else []
-        options += [f"`overlong_buffer = {preset.overlong_buffer}`"] if preset.overlong_buffer else []
+        options += [f"`overlong = {preset.overlong_buffer}`"] if preset.overlong_buffer else []
         where = f"{preset.paper}: {preset.equation}"
         lines.append(f"| `{name}` | {where} | {', '.join(differ)} | {', '.join(options)} |")
     return "\n".join(lines) + "\n"
